@@ -1,0 +1,1 @@
+"""The token loop: token ids in, token events out."""

@@ -1,0 +1,1 @@
+"""Checkpoints, tokenizers, dialects and the transformer they feed."""

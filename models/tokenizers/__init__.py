@@ -26,7 +26,15 @@ class Tokenizer(Protocol):
     strips_first_space: bool
 
     def encode(self, text: str, *, bos: bool = False, special: bool = False) -> list[int]:
-        """Token ids of `text`; BOS in front if `bos` (and the model has one), control tokens recognised only if `special`."""
+        """Token ids of `text`; BOS in front if `bos` (and the model has one), control tokens recognised only if
+        `special`. Raises RequestError for text that is no Unicode (a lone surrogate)."""
+
+    def split(self, text: str) -> list[str | int]:
+        """`text` cut at its control tokens: their ids, and the text between them (never an empty string)."""
+
+    def encode_pieces(self, pieces: Sequence[str | int]) -> list[int]:
+        """Token ids of what `split` gives; strings are encoded as plain text whatever they spell.
+        `encode(text, special=True)` is `encode_pieces(split(text))`; a dialect may rewrite pieces in between."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a continuation: every space kept, control tokens skipped, invalid UTF-8 as U+FFFD."""
@@ -39,8 +47,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(checkpoint: Checkpoint, override: Path | None = None) -> Tokenizer:
-    """The checkpoint's tokenizer, from `override`, the weights file itself or a file beside it.
+    """The checkpoint's tokenizer, from `override` (a file or directory), the weights file itself or a file beside it.
 
-    Raises CheckpointError that says which files were looked for.
+    Raises CheckpointError that says which files were looked for, or what is wrong with the one found.
     """
-    raise NotImplementedError
+    from models.tokenizers import loading
+
+    return loading.load(checkpoint, override)

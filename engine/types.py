@@ -93,7 +93,7 @@ class LoadOptions:
     max_batch: int | None = None  # rows; None: 8, fewer if memory is short
     max_queue: int = 64  # requests waiting for a row
     threads: int | None = None  # None: physical cores
-    deterministic: bool = False
+    deterministic: bool | None = None  # None: on where it costs nothing
     prefix_cache: bool = True
 
 

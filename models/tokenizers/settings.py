@@ -1,0 +1,74 @@
+"""What the JSON files around a tokenizer say about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """tokenizer_config.json (and added_tokens.json). None: not said. `added`: id to (text, is control)."""
+
+    bos: str | None = None
+    eos: str | None = None
+    add_bos: bool | None = None
+    control: frozenset[str] = frozenset()
+    added: Mapping[int, tuple[str, bool]] = field(default_factory=dict)
+
+
+def read_settings(folder: Path) -> TokenizerSettings:
+    """The settings in `folder`; all None where it has no such files. Raises CheckpointError for malformed ones."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    extra = config.get("additional_special_tokens")
+    more = [_token_text(token) for token in extra] if isinstance(extra, list) else []
+    added = _added_tokens(path, config.get("added_tokens_decoder", {}))
+    listed = read_json(folder / "added_tokens.json")
+    control = {text for text in (bos, eos, *more, *(t for t, special in added.values() if special)) if text}
+    for text, token_id in listed.items():
+        added.setdefault(int(token_id), (text, text in control))
+    add_bos = config.get("add_bos_token")
+    return TokenizerSettings(bos, eos, add_bos if isinstance(add_bos, bool) else None, frozenset(control), added)
+
+
+def read_stop_ids(folder: Path) -> frozenset[int]:
+    """eos_token_id of config.json and generation_config.json: a number, a list, or absent."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        values: Iterable[Any] = value if isinstance(value, list) else [value]
+        ids.update(i for i in values if isinstance(i, int))
+    return frozenset(ids)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object's members; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(path, f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(path, f"holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    """Tokens are written as a string or as an object with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _added_tokens(path: Path, decoder: Any) -> dict[int, tuple[str, bool]]:
+    try:
+        return {int(i): (token["content"], bool(token.get("special", False))) for i, token in decoder.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(path, "added_tokens_decoder is malformed: expected {id: {content, special}}") from None

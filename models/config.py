@@ -9,13 +9,15 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama-3 frequency scaling (Meta's `use_scaled_rope`; HF `rope_type: llama3`), or plain division of positions
-    (HF `linear`): kind "linear" uses `factor` alone."""
+    (HF `linear`): kind "linear" uses `factor` alone. Kind "factors" (a GGUF's rope_freqs that don't follow Llama 3's
+    rule) divides each of the head_dim / 2 frequencies by its own number of `factors`."""
 
-    kind: Literal["llama3", "linear"]
+    kind: Literal["llama3", "linear", "factors"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_length: int = 8192
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,5 +26,16 @@ class Dialect(Protocol):
 
 
 def load_dialect(checkpoint: Checkpoint, tokenizer: Tokenizer, override: Path | None = None) -> Dialect:
-    """The checkpoint's dialect: `override` template, its own template, a built-in one, or plain joining."""
-    raise NotImplementedError
+    """The checkpoint's dialect, from the first of these there is:
+
+    - `override`, a jinja template file;
+    - its own template: chat_template.jinja beside the weights, tokenizer_config.json's `chat_template` (with
+      "tool_use" besides, for when tools are given), GGUF's `tokenizer.chat_template`;
+    - the built-in Llama 2 or Llama 3 format, for a model that by tokenizer and name is a chat model of that family;
+    - plain joining, for base models.
+
+    Raises CheckpointError naming the file and line of a template that can't be used.
+    """
+    from models.dialects import loading
+
+    return loading.load(checkpoint, tokenizer, override)

@@ -64,7 +64,7 @@ def _sentencepiece(fields: _Fields) -> VocabularyTokenizer:
     tokens: Sequence[str] = fields.array("tokens")
     scores = [float(score) for score in fields.array("scores", len(tokens))]
     model = spm.build_model(
-        list(zip(tokens, scores, fields.token_types(len(tokens)))),
+        list(zip(tokens, scores, fields.token_types(len(tokens)), strict=True)),
         dummy_prefix=bool(fields.get("add_space_prefix", True)),
     )
     bos = fields.token_id("bos")

@@ -70,13 +70,14 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         added = full.get_added_tokens_decoder()
         front = full.encode("a", add_special_tokens=True).ids[:1]
         processor_bos = next((name for name, i in special.items() if [i] == front), None)
+        bos_name = processor_bos if bos is None else bos
         size = max([full.get_vocab_size(False), *(i + 1 for i in added)])
         while full.id_to_token(size) is not None:
             size += 1
         super().__init__(
             vocab_size=size,
             special_tokens=special,
-            bos_id=special.get(processor_bos if bos is None else bos) if (bos or processor_bos) else None,
+            bos_id=None if bos_name is None else special.get(bos_name),
             add_bos=processor_bos is not None if add_bos is None else add_bos,
             stop_ids=stop_ids,
         )
@@ -133,7 +134,7 @@ def _mark_control(full: Tokenizer, names: frozenset[str]) -> dict[str, int]:
 
 
 def _without_first_prefix(full: Tokenizer) -> Tokenizer:
-    """For text after a control token: Metaspace with prepend_scheme "first" prefixes only the start of the whole text."""
+    """For text after a control token: Metaspace with prepend_scheme "first" prefixes only the start of the whole."""
     if not any(part.get("prepend_scheme") == "first" for part in _parts(full.pre_tokenizer, "pretokenizers")):
         return full
     later = Tokenizer(full.model)  # shares the vocabulary

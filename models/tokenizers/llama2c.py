@@ -42,7 +42,7 @@ def build(path: Path, tokens: list[tuple[bytes, float]], add_bos: bool | None) -
     # An early exporter wrote the bytes themselves as characters.
     has_bytes = held == byte_names or held == [chr(value) for value in range(256)]
     pieces: list[spm.Piece] = []
-    for token_id, (text, (_, score)) in enumerate(zip(texts, tokens)):
+    for token_id, (text, (_, score)) in enumerate(zip(texts, tokens, strict=True)):
         if token_id == 0:
             pieces.append(("<unk>", score, spm.UNKNOWN))
         elif token_id in (BOS, EOS):

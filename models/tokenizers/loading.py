@@ -81,8 +81,11 @@ def find_file(place: Path) -> Path | None:
 
 def read_file(path: Path, said: TokenizerSettings) -> VocabularyTokenizer:
     """A tokenizer file of any kind; the libraries are imported when a file needs them."""
-    with path.open("rb") as file:
-        head = file.read(4096)
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise CheckpointError(path, f"can't be read: {error.strerror}") from None
     if head.lstrip()[:1] == b"{":
         from models.tokenizers import hf
 

@@ -33,7 +33,9 @@ def read_settings(folder: Path) -> TokenizerSettings:
     listed = read_json(folder / "added_tokens.json")
     control = {text for text in (bos, eos, *more, *(t for t, special in added.values() if special)) if text}
     for text, token_id in listed.items():
-        added.setdefault(int(token_id), (text, text in control))
+        if not isinstance(token_id, int):
+            raise CheckpointError(folder / "added_tokens.json", f"{text!r} has the id {token_id!r}, expected a number")
+        added.setdefault(token_id, (text, text in control))
     add_bos = config.get("add_bos_token")
     return TokenizerSettings(bos, eos, add_bos if isinstance(add_bos, bool) else None, frozenset(control), added)
 

@@ -42,13 +42,12 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._later = _processor(path, model + _NO_PREFIX)
         self._pieces: list[str] = self._first.id_to_piece(list(range(self._first.vocab_size())))
         ids = range(len(self._pieces))
+        control = self._first.is_control(list(ids))
         bos_id = self._first.bos_id() if bos is None else bos
         eos_id = self._first.eos_id() if eos is None else eos
         super().__init__(
             vocab_size=len(self._pieces),
-            special_tokens={
-                self._pieces[i]: i for i, control in zip(ids, self._first.is_control(list(ids))) if control
-            },
+            special_tokens={self._pieces[i]: i for i in ids if control[i]},
             bos_id=bos_id if bos_id in ids else None,
             add_bos=add_bos is not False,
             stop_ids=frozenset({eos_id}) if eos_id in ids else frozenset(),

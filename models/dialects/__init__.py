@@ -29,8 +29,8 @@ def load_dialect(checkpoint: Checkpoint, tokenizer: Tokenizer, override: Path | 
     """The checkpoint's dialect, from the first of these there is:
 
     - `override`, a jinja template file;
-    - its own template: chat_template.jinja beside the weights, tokenizer_config.json's `chat_template` (with
-      "tool_use" besides, for when tools are given), GGUF's `tokenizer.chat_template`;
+    - its own template: a GGUF file's `tokenizer.chat_template`, else chat_template.jinja beside the weights, else
+      tokenizer_config.json's `chat_template` (all may have a "tool_use" one besides, for when tools are given);
     - the built-in Llama 2 or Llama 3 format, for a model that by tokenizer and name is a chat model of that family;
     - plain joining, for base models.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from errors import CheckpointError
 from models.dialects.builtin import recognise
 from models.dialects.plain import PlainDialect
 from models.dialects.template import TemplateDialect, TemplateSource
+from models.tokenizers.settings import read_json
 
 if TYPE_CHECKING:
     from models.checkpoints import Checkpoint
@@ -22,7 +22,8 @@ Templates = dict[str, TemplateSource]  # by Hugging Face's names: "default", "to
 
 def load(checkpoint: Checkpoint, tokenizer: Tokenizer, override: Path | None) -> Dialect:
     """See load_dialect."""
-    config = _read_config(checkpoint.folder / "tokenizer_config.json")
+    # the folder of a GGUF file is often a heap of unrelated downloads; the file itself says all
+    config = {} if checkpoint.format == "gguf" else read_json(checkpoint.folder / "tokenizer_config.json")
     names = _special_names(checkpoint.metadata, config, tokenizer)
     if override is not None:
         return TemplateDialect(tokenizer, _read_template(override), names=names)
@@ -34,15 +35,13 @@ def load(checkpoint: Checkpoint, tokenizer: Tokenizer, override: Path | None) ->
 
 
 def _own_templates(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Templates:
-    """The first place that has a default template: a .jinja file, tokenizer_config.json, the weights file itself."""
-    for templates in (
-        _jinja_files(checkpoint.folder),
-        _config_templates(config.get("chat_template"), checkpoint.folder / "tokenizer_config.json"),
-        _metadata_templates(checkpoint),
-    ):
-        if "default" in templates:
-            return templates
-    return {}
+    """What a GGUF file says itself; for other formats a .jinja file beside the weights, else tokenizer_config.json."""
+    if checkpoint.format == "gguf":
+        return _metadata_templates(checkpoint)
+    files = _jinja_files(checkpoint.folder)
+    if "default" in files:
+        return files
+    return _config_templates(config.get("chat_template"), checkpoint.folder / "tokenizer_config.json")
 
 
 def _jinja_files(folder: Path) -> Templates:
@@ -104,18 +103,6 @@ def _model_names(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _read_template(path: Path) -> TemplateSource:
     return TemplateSource(_read_text(path), str(path))
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_read_text(path))
-    except ValueError as error:
-        raise CheckpointError(path, f"no valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(path, "expected a JSON object")
-    return config
 
 
 def _read_text(path: Path) -> str:

@@ -14,11 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import nodes
 
 from errors import RequestError
+
+if TYPE_CHECKING:
+    from models.tokenizers import Tokenizer
 
 # What marks are taken from: Unicode's noncharacters, then a private plane should someone send those.
 MARK_POOL = (*range(0xFDD0, 0xFDF0), *range(0x10F000, 0x10FFFE))
@@ -63,8 +66,11 @@ class Marking:
     def __init__(self, control_tokens: Mapping[str, int], marks: Marks) -> None:
         self._ids = control_tokens
         self._open, self._close, self._begin, self._end = marks
-        spellings = sorted(control_tokens, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spellings))) if spellings else re.compile("(?!)")
+        spellings = sorted(filter(None, control_tokens), key=len, reverse=True)
+        self._names = {token_id: spelling for spelling, token_id in control_tokens.items()}
+        spelled = "|".join(map(re.escape, spellings)) if spellings else "(?!)"
+        self._spelled = re.compile(spelled)
+        self._spelled_start = re.compile(f"(?={spelled}).", re.DOTALL)
         any_mark = "".join(marks)
         token = f"([^{any_mark}]+)"
         self._marked = re.compile(self._open + token + self._close + "|" + self._begin + token + self._end)
@@ -119,6 +125,18 @@ class Marking:
             start = found.end()
         pieces.append(self._stray.sub("", rendered[start:]))
         return [piece for piece in pieces if piece != ""]
+
+    def split(self, rendered: str, tokenizer: Tokenizer) -> list[str | int]:
+        """`pieces` as the tokenizer itself splits them: some control tokens swallow the white space beside them."""
+        pieces = self.pieces(rendered)
+        mark = self._open  # one inside each spelling in the text keeps the tokenizer from taking it for the token
+        text = "".join(
+            self._names[piece] if isinstance(piece, int) else self._spelled_start.sub(f"\\g<0>{mark}", piece)
+            for piece in pieces
+        )
+        again = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in tokenizer.split(text)]
+        same = [p for p in again if isinstance(p, int)] == [p for p in pieces if isinstance(p, int)]
+        return again if same else pieces
 
 
 def _questions(tree: nodes.Template) -> Iterator[nodes.Node]:

@@ -128,8 +128,11 @@ class _Compiled:
             raise CheckpointError(source.origin, "the chat template is nested too deeply") from error
         self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
-    def render(self, names: Mapping[str, str], variables: Mapping[str, Any]) -> list[str | int]:
-        """The pieces of a prompt; `names` are special tokens' spellings (bos_token, ...). Raises RequestError."""
+    def render(self, tokenizer: Tokenizer, names: Mapping[str, str], variables: Mapping[str, Any]) -> list[str | int]:
+        """A prompt's pieces, see Tokenizer.split. `names` are special tokens' spellings (bos_token, ...).
+
+        Raises RequestError.
+        """
         marked = {name: self._marking.mark(spelling) for name, spelling in names.items()}
         written: list[str] = []
         size = 0
@@ -152,7 +155,7 @@ class _Compiled:
             # a template is a program that gets input its writer didn't think of: any error of its own is the request's
             what = error.message if isinstance(error, (UndefinedError, SecurityError)) else str(error)
             raise RequestError(f"The chat template can't write these messages: {what}", param="messages") from error
-        return self._marking.pieces("".join(written))
+        return self._marking.split("".join(written), tokenizer)
 
 
 class TemplateDialect:
@@ -197,13 +200,13 @@ class TemplateDialect:
         variables: dict[str, Any] = {"add_generation_prompt": True, "documents": None, **template_kwargs}
         variables |= {"messages": plain, "tools": list(tools) if tools else None}
         try:
-            pieces = template.render(self._names, variables)
+            pieces = template.render(self._tokenizer, self._names, variables)
         except RequestError:
             if all("content" in message for message in plain):
                 raise
             # templates without tools rarely think of a message without content
             filled = [{"content": "", **message} for message in plain]
-            pieces = template.render(self._names, variables | {"messages": filled})
+            pieces = template.render(self._tokenizer, self._names, variables | {"messages": filled})
         return self._encode(pieces)
 
     def _encode(self, pieces: list[str | int]) -> list[int]:

@@ -44,13 +44,9 @@ class _Fields:
             else [int(t) for t in self.array("token_type", length)]
         )
 
-    def stop_ids(self) -> frozenset[int]:
-        ids = {self.token_id(name) for name in ("eos", "eot", "eom")}
-        return frozenset(i for i in ids if i is not None) | frozenset(int(i) for i in self.get("eos_token_ids", ()))
-
 
 def read(path: Path, metadata: Mapping[str, Any]) -> VocabularyTokenizer:
-    """The tokenizer described by a GGUF file's key-values. Raises CheckpointError naming the key."""
+    """The tokenizer described by a GGUF file's key-values, its stop ids aside. Raises CheckpointError."""
     fields = _Fields(path, metadata)
     kind = fields.get("model")
     if kind == "llama":
@@ -68,11 +64,9 @@ def _sentencepiece(fields: _Fields) -> VocabularyTokenizer:
         dummy_prefix=bool(fields.get("add_space_prefix", True)),
     )
     bos = fields.token_id("bos")
-    tokenizer = spm.SentencePieceTokenizer(
+    return spm.SentencePieceTokenizer(
         fields.path, model, bos=-1 if bos is None else bos, eos=-1, add_bos=bool(fields.get("add_bos_token", True))
     )
-    tokenizer.stop_ids = fields.stop_ids()
-    return tokenizer
 
 
 def _byte_level(fields: _Fields) -> VocabularyTokenizer:
@@ -112,5 +106,4 @@ def _byte_level(fields: _Fields) -> VocabularyTokenizer:
         full,
         bos=tokens[bos] if bos is not None and bos < len(tokens) else None,
         add_bos=bool(fields.get("add_bos_token", pre.add_bos)),
-        stop_ids=fields.stop_ids(),
     )

@@ -62,7 +62,6 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         control: frozenset[str] = frozenset(),
         bos: str | None = None,
         add_bos: bool | None = None,
-        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         full.no_truncation()
         full.no_padding()
@@ -79,7 +78,6 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
             special_tokens=special,
             bos_id=None if bos_name is None else special.get(bos_name),
             add_bos=processor_bos is not None if add_bos is None else add_bos,
-            stop_ids=stop_ids,
         )
         self._spelling = _spelling(path, full)
         self.strips_first_space = self._spelling.first_space

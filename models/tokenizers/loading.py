@@ -34,6 +34,8 @@ _END_NAMES = (
 
 def load(checkpoint: Checkpoint, override: Path | None) -> VocabularyTokenizer:
     """See models.tokenizers.load_tokenizer."""
+    from models.checkpoints import stop_ids_from_config
+
     embedded = override is None and "tokenizer.ggml.tokens" in checkpoint.metadata
     path = checkpoint.path if embedded else find_file(checkpoint.folder if override is None else override)
     if path is None:
@@ -50,12 +52,9 @@ def load(checkpoint: Checkpoint, override: Path | None) -> VocabularyTokenizer:
         said = files.read_settings(path.parent)
         tokenizer = read_file(path, said)
         tokenizer.stop_ids |= _ids(tokenizer, (said.eos,))
-    # The folder of a GGUF file is often a heap of unrelated downloads; the file itself says all.
-    config_ids = frozenset() if checkpoint.format == "gguf" else files.read_stop_ids(checkpoint.folder)
     size = checkpoint.config.vocab_size
-    tokenizer.stop_ids = frozenset(
-        i for i in tokenizer.stop_ids | config_ids | _ids(tokenizer, _END_NAMES) if 0 <= i < size
-    )
+    ends = tokenizer.stop_ids | stop_ids_from_config(checkpoint) | _ids(tokenizer, _END_NAMES)
+    tokenizer.stop_ids = frozenset(i for i in ends if 0 <= i < size)
     if tokenizer.vocab_size > size:
         raise CheckpointError(
             path, f"this tokenizer has {tokenizer.vocab_size} tokens, but the model {checkpoint.path} only {size}"

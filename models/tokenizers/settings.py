@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,6 @@ def read_settings(folder: Path) -> TokenizerSettings:
         added.setdefault(token_id, (text, text in control))
     add_bos = config.get("add_bos_token")
     return TokenizerSettings(bos, eos, add_bos if isinstance(add_bos, bool) else None, frozenset(control), added)
-
-
-def read_stop_ids(folder: Path) -> frozenset[int]:
-    """eos_token_id of config.json and generation_config.json: a number, a list, or absent."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        value = read_json(folder / name).get("eos_token_id")
-        values: Iterable[Any] = value if isinstance(value, list) else [value]
-        ids.update(i for i in values if isinstance(i, int))
-    return frozenset(ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from errors import CheckpointError
+from models.checkpoints.params import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class TokenizerSettings:
 def read_settings(folder: Path) -> TokenizerSettings:
     """The settings in `folder`; all None where it has no such files. Raises CheckpointError for malformed ones."""
     path = folder / "tokenizer_config.json"
-    config = read_json(path)
+    config = _read_optional(path)
     bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
     extra = config.get("additional_special_tokens")
     more = [_token_text(token) for token in extra] if isinstance(extra, list) else []
     added = _added_tokens(path, config.get("added_tokens_decoder", {}))
-    listed = read_json(folder / "added_tokens.json")
+    listed = _read_optional(folder / "added_tokens.json")
     control = {text for text in (bos, eos, *more, *(t for t, special in added.values() if special)) if text}
     for text, token_id in listed.items():
         if not isinstance(token_id, int):
@@ -40,17 +40,8 @@ def read_settings(folder: Path) -> TokenizerSettings:
     return TokenizerSettings(bos, eos, add_bos if isinstance(add_bos, bool) else None, frozenset(control), added)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object's members; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(path, f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(path, f"holds a JSON {type(value).__name__}, expected an object")
-    return value
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_text(token: Any) -> str | None:

@@ -6,8 +6,10 @@ Loaded with weights_only, so nothing in the file can run; a file that needs code
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,14 +90,25 @@ def _load(path: Path, *, mapped: bool) -> Any:
     elif _starts_like_zip(path):
         raise CheckpointError(path, "is truncated: the archive has no end; fetch it again")
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols; what matters becomes an error
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except _DAMAGE as error:
-        message = str(error)
-        code = re.search(r"GLOBAL (\S+)|Unsupported (?:class|type) (\S+)", message)
-        if code is not None:
-            raise _contains_code(path, code[1] if code[1] is not None else code[2]) from None
-        first_line = message.strip().splitlines()[0] if message.strip() else type(error).__name__
-        raise CheckpointError(path, f"is truncated or damaged ({first_line}); fetch it again") from None
+        raise _explain(path, error, whole=mapped or _pickles_end(path)) from None
+
+
+def _explain(path: Path, error: BaseException, *, whole: bool) -> CheckpointError:
+    """Code, or damage? In a file that isn't whole, half of an allowed name looks like code."""
+    message = str(error)
+    code = re.search(r"GLOBAL (\S+)|Unsupported class (\S+)", message)
+    if code is not None and whole:
+        return _contains_code(path, code[1] if code[1] is not None else code[2])
+    reason = re.search(r"WeightsUnpickler error:\s*(.*)", message)
+    first_line = reason[1] if reason is not None else message.strip().partition("\n")[0]
+    if whole and "Unsupported operand" in first_line:
+        return CheckpointError(path, f"is damaged or contains code ({first_line.strip()}), which is never run")
+    kind = type(error).__name__
+    return CheckpointError(path, f"is truncated or damaged ({first_line if first_line else kind}); fetch it again")
 
 
 def _starts_like_zip(path: Path) -> bool:
@@ -113,6 +126,20 @@ def _check_archive(path: Path) -> None:
         raise CheckpointError(path, "is a zip archive, but not one that torch.save wrote")
     if any("/code/" in name for name in names):
         raise _contains_code(path, "TorchScript")
+
+
+def _pickles_end(path: Path) -> bool:
+    """Whether the pickles that an old file starts with (five, if torch.save wrote it) are whole. Runs nothing."""
+    with path.open("rb") as file:
+        for _ in range(5):
+            if not file.peek(1):
+                break
+            try:
+                for _ in pickletools.genops(file):
+                    pass
+            except ValueError:
+                return False
+    return True
 
 
 def _contains_code(path: Path, what: str) -> CheckpointError:

@@ -27,6 +27,8 @@ Declaration = tuple[str, Callable[[Command], Command]]  # the name in the code, 
 FILE = click.Path(exists=True, path_type=Path)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torchchat's names: torch's
 MORE_FLAGS = {"max_tokens": ("--max-tokens",), "min_tokens": ("--min-new-tokens",)}  # the names other servers use
+DEFAULT_ROWS = 8
+SPARE_THREADS = 16  # HTTP threads besides one per row and waiting request: for /health, /metrics and refusals
 CHAT_SAMPLING = {"temperature": 0.8, "top_k": 200}  # torchchat's own, where a person reads the answer
 
 
@@ -336,11 +338,11 @@ def server_command(ctx: click.Context, options: LoadOptions, listen: ServerOptio
     """Serve MODEL over HTTP. Sampling options are for requests that don't choose their own."""
     options, path = prepare(options)
     import generate
-
     import server
 
-    service = generate.start(options, path, params)
-    ctx.exit(server.run(service, **dataclasses.asdict(listen)))
+    service = generate.start(options, path, params, strict_model=listen.strict_model)
+    threads = (DEFAULT_ROWS if options.max_batch is None else options.max_batch) + options.max_queue + SPARE_THREADS
+    ctx.exit(server.run(service, host=listen.host, port=listen.port, grace=listen.grace, threads=threads))
 
 
 @cli.command("list")

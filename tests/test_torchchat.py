@@ -32,12 +32,13 @@ class Recorder:
     options: LoadOptions | None = None
     path: Path | None = None
     defaults: SamplingParams | None = None
+    rest: dict[str, bool] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
     threads: str | None = None
 
-    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams) -> str:
-        self.options, self.path, self.defaults = options, path, defaults
+    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams, **rest: bool) -> str:
+        self.options, self.path, self.defaults, self.rest = options, path, defaults, rest
         self.threads = os.environ.get("OMP_NUM_THREADS")
         if self.error is not None:
             raise self.error
@@ -198,13 +199,14 @@ def test_chat_and_server_options_arrive(recorder: Recorder, weights: str) -> Non
     assert invoke("chat", weights, "--system", "Be kind.", "--stop", "END").exit_code == 0
     assert recorder.calls[0][2] == {"system": "Be kind.", "stop": ("END",)}
     assert invoke("server", weights).exit_code == 3
-    assert recorder.calls[1] == (
-        "run",
-        ("service",),
-        {"host": "127.0.0.1", "port": 5000, "grace": 30.0, "strict_model": False},
-    )
-    invoke("server", weights, "--host", "0.0.0.0", "--port", "0", "--grace", "1.5", "--strict-model")
-    assert recorder.calls[2][2] == {"host": "0.0.0.0", "port": 0, "grace": 1.5, "strict_model": True}
+    listen = {"host": "127.0.0.1", "port": 5000, "grace": 30.0, "threads": 8 + 64 + torchchat.SPARE_THREADS}
+    assert recorder.calls[1] == ("run", ("service",), listen)
+    assert recorder.rest == {"strict_model": False}
+    flags = ["--host", "0.0.0.0", "--port", "0", "--grace", "1.5", "--max-batch", "2", "--max-queue", "1"]
+    invoke("server", weights, *flags, "--strict-model")
+    listen = {"host": "0.0.0.0", "port": 0, "grace": 1.5, "threads": 3 + torchchat.SPARE_THREADS}
+    assert recorder.calls[2][2] == listen
+    assert recorder.rest == {"strict_model": True}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from errors import CheckpointError
+from models.checkpoints.params import read_json
 from models.dialects.builtin import recognise
 from models.dialects.plain import PlainDialect
 from models.dialects.template import TemplateDialect, TemplateSource
-from models.tokenizers.settings import read_json
 
 if TYPE_CHECKING:
     from models.checkpoints import Checkpoint
@@ -23,7 +23,8 @@ Templates = dict[str, TemplateSource]  # by Hugging Face's names: "default", "to
 def load(checkpoint: Checkpoint, tokenizer: Tokenizer, override: Path | None) -> Dialect:
     """See load_dialect."""
     # the folder of a GGUF file is often a heap of unrelated downloads; the file itself says all
-    config = {} if checkpoint.format == "gguf" else read_json(checkpoint.folder / "tokenizer_config.json")
+    path = checkpoint.folder / "tokenizer_config.json"
+    config = read_json(path) if checkpoint.format != "gguf" and path.is_file() else {}
     names = _special_names(checkpoint.metadata, config, tokenizer)
     if override is not None:
         return TemplateDialect(tokenizer, _read_template(override), names=names)

@@ -6,7 +6,8 @@ and everything else is text, whatever the template did to the user's strings (st
 two of them): no mark, no control token.
 
 Some templates build a token from pieces, `'<|' + role + '|>'`. Such pieces get a second pair of marks, and only
-tokens whose middle is a role or a literal of the template count.
+tokens whose middle is a role or a literal of the template count. (A template that put them around a content would
+let it choose among those.)
 """
 
 from __future__ import annotations

@@ -37,12 +37,14 @@ class _Fields:
         return values
 
     def token_types(self, length: int) -> Sequence[int]:
-        """One type per token; all normal if the file has none."""
-        return (
-            [spm.NORMAL] * length
-            if self.get("token_type") is None
-            else [int(t) for t in self.array("token_type", length)]
-        )
+        """One type per token; all normal if the file has none. BOS and the end tokens are control tokens, even where a
+        converter wrote another type."""
+        given = self.get("token_type")
+        types = [spm.NORMAL] * length if given is None else [int(kind) for kind in self.array("token_type", length)]
+        for token_id in map(self.token_id, ("bos", "eos", "eot", "eom")):
+            if token_id is not None and token_id < length:
+                types[token_id] = spm.CONTROL
+        return types
 
 
 def read(path: Path, metadata: Mapping[str, Any]) -> VocabularyTokenizer:

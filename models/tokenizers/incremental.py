@@ -32,6 +32,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """The end of the text. What is held back is the beginning of a character that never came: it is dropped."""
-        self._decoder.reset()
-        return ""
+        """The end of the text. The beginning of a character that never came is dropped."""
+        held = self._decoder.decode(b"", final=True)
+        # A beginning reads as one U+FFFD. Python also holds back half a surrogate, which no byte could complete: two.
+        return "" if held == "\ufffd" else held

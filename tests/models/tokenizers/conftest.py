@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+from tokenizers import decoders, models, trainers
+
 from models.checkpoints import Checkpoint
 from models.config import ModelConfig
-from tokenizers import decoders, models, trainers
 
 SENTENCES = [
     "Once upon a time, there was a little dog named Max.",
@@ -99,7 +100,20 @@ def trained_bpe() -> Callable[[Any], tokenizers.Tokenizer]:
 def ranks_bytes() -> bytes:
     """A tiktoken rank file: the 256 bytes and a few merges."""
     tokens = [bytes([value]) for value in range(256)]
-    tokens += [b"he", b"ll", b"hell", b"hello", b" t", b" th", b" the", b"\xf0\x9f", b"\xf0\x9f\x98", b"12", b"123", b"\n\n"]
+    tokens += [
+        b"he",
+        b"ll",
+        b"hell",
+        b"hello",
+        b" t",
+        b" th",
+        b" the",
+        b"\xf0\x9f",
+        b"\xf0\x9f\x98",
+        b"12",
+        b"123",
+        b"\n\n",
+    ]
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from models.tokenizers import Tokenizer
 from models.tokenizers.incremental import IncrementalDecoder
 
@@ -42,8 +43,12 @@ def _cut(data: bytes) -> bytes:
     return data
 
 
-_awkward = st.sampled_from([b"\xf0", b"\x9f", b"\x98", b"\x80", b"\xe2\x82", b"\xac", b"\xc3", b"\xed", b"\xa0", b"\xff", b" ", b"a"])
-_tokens = st.lists(st.one_of(_awkward, st.binary(max_size=4), st.text(max_size=2).map(lambda t: t.encode(errors="replace"))))
+_awkward = st.sampled_from(
+    [b"\xf0", b"\x9f", b"\x98", b"\x80", b"\xe2\x82", b"\xac", b"\xc3", b"\xed", b"\xa0", b"\xff", b" ", b"a"]
+)
+_tokens = st.lists(
+    st.one_of(_awkward, st.binary(max_size=4), st.text(max_size=2).map(lambda t: t.encode(errors="replace")))
+)
 
 
 @given(_tokens)

@@ -9,11 +9,31 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from errors import CheckpointError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-_FRAGMENTS = ["the", " the", "  ", "\n", "\r\n", "\t", "1", "'ll", "é", "日本", "😀", "<s>", "</s>", "<unk>", "<0x0A>", "\0", "▁", "Ⅷ"]
+from errors import CheckpointError
+
+_FRAGMENTS = [
+    "the",
+    " the",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "1",
+    "'ll",
+    "é",
+    "日本",
+    "😀",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<0x0A>",
+    "\0",
+    "▁",
+    "Ⅷ",
+]
 texts = st.one_of(st.text(max_size=30), st.lists(st.sampled_from(_FRAGMENTS), max_size=12).map("".join))
 several = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -21,7 +41,9 @@ KINDS = ["model", "bin", "gguf"]
 
 
 @pytest.fixture(params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, load: Any, spm_model: bytes, llama2c_bytes: bytes, spm_metadata: dict[str, Any]) -> Any:
+def tokenizer(
+    request: pytest.FixtureRequest, load: Any, spm_model: bytes, llama2c_bytes: bytes, spm_metadata: dict[str, Any]
+) -> Any:
     if request.param == "gguf":
         return load(spm_metadata)
     return load(tokenizer__model=spm_model) if request.param == "model" else load(tokenizer__bin=llama2c_bytes)
@@ -62,7 +84,11 @@ def test_the_dummy_prefix_is_written_at_the_start_and_after_bos_only(tokenizer: 
     run = spm_reference.encode("the dog")
     assert tokenizer.encode("the dog", bos=True) == [1, *run]
     assert tokenizer.encode("<s>the dog</s><s>the dog", special=True) == [1, *run, 2, 1, *run]
-    assert tokenizer.encode("</s>the dog", special=True) == [2, *spm_reference.encode("the dog")[:0], *tokenizer.encode_pieces([2, "the dog"])[1:]]
+    assert tokenizer.encode("</s>the dog", special=True) == [
+        2,
+        *spm_reference.encode("the dog")[:0],
+        *tokenizer.encode_pieces([2, "the dog"])[1:],
+    ]
     assert tokenizer.decode(tokenizer.encode_pieces([2, "the dog"])) == "the dog"
 
 
@@ -141,7 +167,9 @@ def test_gguf_without_space_prefix_and_bos(load: Any, spm_metadata: dict[str, An
     assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
 
 
-def test_gguf_user_defined_unused_empty_and_repeated_tokens(load: Any, spm_metadata: dict[str, Any], spm_reference: Any) -> None:
+def test_gguf_user_defined_unused_empty_and_repeated_tokens(
+    load: Any, spm_metadata: dict[str, Any], spm_reference: Any
+) -> None:
     added = [("<think>", 4), ("", 5), ("the", 1), ("the", 1), ("<|im_end|>", 3)]
     size = spm_reference.vocab_size()
     metadata = spm_metadata | {

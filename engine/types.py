@@ -26,22 +26,33 @@ def _param(help: str, *, low: float | None = None, high: float | None = None, fl
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop. None means "not given": see `over` and DEFAULT_SAMPLING."""
+    """How the next token is chosen and when to stop.
 
-    temperature: float | None = _param("Randomness; 0 always takes the likeliest token.", low=0.0, high=2.0)
-    top_k: int | None = _param("Sample among the k likeliest tokens; 0 or -1 for all.", low=-1)
-    top_p: float | None = _param("Sample among the likeliest tokens that together reach this probability.", low=0.0, high=1.0)
-    min_p: float | None = _param("Drop tokens below this share of the likeliest token's probability.", low=0.0, high=1.0)
-    repetition_penalty: float | None = _param("Divide the logits of tokens seen in prompt or output; 1 is off.", low=0.01, high=100.0)
-    presence_penalty: float | None = _param("Subtract once from the logit of every token already generated.", low=-2.0, high=2.0)
-    frequency_penalty: float | None = _param("Subtract for each time a token was generated.", low=-2.0, high=2.0)
-    logit_bias: Mapping[int, float] | None = _param("Add to the logits of these token ids, -100..100.", low=-100.0, high=100.0)
+    Every field is None until given: see `over` and DEFAULT_SAMPLING. After that only those typed `| None` can be.
+    """
+
+    temperature: float = _param("Randomness; 0 always takes the likeliest token.", low=0.0, high=2.0)
+    top_k: int = _param("Sample among the k likeliest tokens; 0 or -1 for all.", low=-1)
+    top_p: float = _param("Sample among the likeliest tokens that together reach this probability.", low=0.0, high=1.0)
+    min_p: float = _param("Drop tokens below this share of the likeliest token's probability.", low=0.0, high=1.0)
+    repetition_penalty: float = _param(
+        "Divide the logits of tokens seen in prompt or output; 1 is off.", low=0.01, high=100.0
+    )
+    presence_penalty: float = _param(
+        "Subtract once from the logit of every token already generated.", low=-2.0, high=2.0
+    )
+    frequency_penalty: float = _param("Subtract for each time a token was generated.", low=-2.0, high=2.0)
+    logit_bias: Mapping[int, float] = _param("Add to the logits of these token ids, -100..100.", low=-100.0, high=100.0)
     seed: int | None = _param("Same seed, same text; -1 for a random one.", low=-SEED_LIMIT, high=SEED_LIMIT - 1)
-    max_tokens: int | None = _param("Stop after this many tokens; absent: up to the context.", low=0, flag="--max-new-tokens")
-    min_tokens: int | None = _param("Do not stop before this many tokens.", low=0)
-    ignore_eos: bool | None = _param("Go on after the end token.")
-    stop_ids: frozenset[int] | None = _param("Token ids that end the text besides the model's own.")
-    logprobs: int | None = _param("Log-probabilities: 0 for the chosen token, k for the k likeliest too.", low=0, high=20)
+    max_tokens: int | None = _param(
+        "Stop after this many tokens; absent: up to the context.", low=0, flag="--max-new-tokens"
+    )
+    min_tokens: int = _param("Do not stop before this many tokens.", low=0)
+    ignore_eos: bool = _param("Go on after the end token.")
+    stop_ids: frozenset[int] = _param("Token ids that end the text besides the model's own.")
+    logprobs: int | None = _param(
+        "Log-probabilities: 0 for the chosen token, k for the k likeliest too.", low=0, high=20
+    )
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with what is not given taken from `defaults`."""
@@ -172,7 +183,6 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     generation_tokens: int
-    time_to_first_token: Mapping[str, Any] | None = None
     alive: bool = True
 
 
@@ -190,7 +200,10 @@ class EngineProtocol(Protocol):
     def alive(self) -> bool: ...
 
     def submit(self, requests: Sequence[Request]) -> Submission:
-        """All or nothing. Raises ContextLengthError (a prompt leaves no room for one token), RequestError (more
-        requests than rows and queue could ever hold; an id outside the vocabulary), QueueFullError, UnavailableError."""
+        """All or nothing.
+
+        Raises ContextLengthError (a prompt leaves no room for one token), RequestError (more requests than rows and
+        queue could ever hold; an id outside the vocabulary), QueueFullError, UnavailableError.
+        """
 
     def stats(self) -> EngineStats: ...

@@ -76,7 +76,7 @@ class ModelConfig:
                 p + "feed_forward.w3.weight": (self.hidden_dim, self.dim),  # up
             }
             if self.qkv_bias:
-                shapes |= {p + "attention.wq.bias": (q,), p + "attention.wk.bias": (kv,), p + "attention.wv.bias": (kv,)}
+                shapes |= {p + f"attention.{w}.bias": (n,) for w, n in (("wq", q), ("wk", kv), ("wv", kv))}
             if self.output_bias:
                 shapes[p + "attention.wo.bias"] = (self.dim,)
             if self.ffn_bias:

@@ -79,8 +79,8 @@ class Block(nn.Module):
         self.residual = config.residual_multiplier
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend) * self.residual
-        return x + self.feed_forward(self.ffn_norm(x)) * self.residual
+        x = x.add(self.attention(self.attention_norm(x), cos, sin, attend), alpha=self.residual)
+        return x.add(self.feed_forward(self.ffn_norm(x)), alpha=self.residual)
 
 
 class Transformer(nn.Module):

@@ -1,0 +1,145 @@
+"""Checkpoint to Transformer: tensor by tensor, so that the file and the model are never both in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from errors import SetupError
+from models.checkpoints import Checkpoint
+from models.quantize import Int8Embedding, Quantization, quantized_linear
+from models.transformer import Transformer, rope_angles
+
+Progress = Callable[[int], object]  # told how many more tensors are done
+
+# Where the model keeps several of the checkpoint's tensors in one matrix.
+_FUSED = {"wqkv": ("wq", "wk", "wv"), "w13": ("w1", "w3")}
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: Quantization | None = None,
+    context_length: int | None = None,
+    progress: Progress | None = None,
+) -> Transformer:
+    """The checkpoint's model in `dtype` on `device`, its linear layers quantized as asked, ready to run."""
+    quantization = Quantization() if quantization is None else quantization
+    config = checkpoint.config
+    length = config.context_length if context_length is None else context_length
+    with torch.device("meta"):
+        model = Transformer(config, length)
+    loader = _Loader(checkpoint, dtype, torch.device(device), quantization, progress)
+    with torch.inference_mode():
+        loader.fill(model)
+        model.cos, model.sin = rope_angles(config, length, device)
+    return model.eval()
+
+
+class _Loader:
+    """Replaces a meta-device model's weights, module by module."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+        progress: Progress | None,
+    ) -> None:
+        self.tensors, self.path = checkpoint.tensors, checkpoint.path
+        self.dtype, self.device, self.quantization = dtype, device, quantization
+        self.tied, self.progress = checkpoint.config.tied, progress
+
+    def fill(self, model: Transformer) -> None:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                source = "tok_embeddings" if name == "output" and self.tied else name
+                bias = self.read(f"{source}.bias") if module.bias is not None else None
+                _replace(model, name, quantized_linear(self.read(f"{source}.weight"), bias, self.quantization))
+            elif isinstance(module, nn.Embedding):
+                table = self.read(f"{name}.weight")
+                if self.quantization.embedding:
+                    _replace(model, name, Int8Embedding(table, self.quantization.embedding_group))
+                else:
+                    module.weight = nn.Parameter(table, requires_grad=False)
+            elif isinstance(getattr(module, "weight", None), nn.Parameter):  # norms
+                module.weight = nn.Parameter(self.read(f"{name}.weight"), requires_grad=False)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of the model, fused from the checkpoint's where it must be, in our dtype, owning its memory."""
+        parts = [self.tensors[part] for part in _sources(name)]
+        rows = sum(part.shape[0] for part in parts)
+        try:
+            whole = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            raise SetupError(f"{self.path}: no memory for {name} on {self.device}: {error}") from None
+        first = 0
+        for part in parts:
+            whole[first : first + part.shape[0]] = part.read()
+            part.release()
+            first += part.shape[0]
+            if self.progress is not None:
+                self.progress(1)
+        return whole
+
+
+def _sources(name: str) -> list[str]:
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in name:
+            return [name.replace(fused, part) for part in parts]
+    return [name]
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto: cuda, then mps, else cpu. Raises SetupError when an accelerator asked for is not there."""
+    have = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device(next(d for d in ("cuda", "mps", "cpu") if have[d]))
+    if name not in have:
+        raise SetupError(f"--device must be auto, cpu, cuda or mps, got {name!r}.", param="device")
+    if not have[name]:
+        raise SetupError(f"--device {name}: this PyTorch sees no {name} device; use --device cpu.", param="device")
+    return torch.device(name)
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: float32 on the CPU, bfloat16 on accelerators."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise SetupError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {name!r}.", param="dtype")
+    return _DTYPES[name]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device, as far as it tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,88 @@
+"""Which sizes give the same bits whatever the company: measured on this machine for this model.
+
+Matrix kernels pick their summation order by the sizes they are called with, so the same row can come out with other
+low bits in a batch of one than in a batch of eight. Which sizes agree depends on the library, the processor and
+the number of threads; so the candidates are tried on random numbers, and the first that agree everywhere are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from models.cache import BLOCK, KVCache, Rounding, Segment
+from models.config import ModelConfig
+
+ROW_MULTIPLES = (1, 4, 8, 16)
+_LENGTH_STEP = 64
+
+
+def stable_rows(model: nn.Module, dtype: torch.dtype) -> int | None:
+    """Pad the number of tokens to a multiple of this and every linear treats a row alike; None: nothing helps."""
+    linears = [m for m in model.modules() if hasattr(m, "in_features")]
+    examples = {(type(m), m.in_features, m.out_features): m for m in linears}
+    return next((m for m in ROW_MULTIPLES if all(_agrees(layer, m, dtype) for layer in examples.values())), None)
+
+
+def _agrees(layer: nn.Module, multiple: int, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((48, int(layer.in_features)), generator=generator).to(dtype)  # type: ignore[arg-type]
+    whole = layer(rows)
+    counts = sorted({-(-n // multiple) * multiple for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 33)})
+    return all(torch.equal(layer(rows[i : i + n]), whole[i : i + n]) for n in counts for i in (0, 48 - n))
+
+
+def stable_attention(config: ModelConfig, dtype: torch.dtype) -> Rounding | None:
+    """Sizes at which one query's attention equals its place in any chunk; None if there are none."""
+    trial = _Trial(replace(config, n_layers=1), dtype)
+    for query_rows in ROW_MULTIPLES:
+        lengths = [n for n in range(_LENGTH_STEP, BLOCK, _LENGTH_STEP) if trial.length_agrees(query_rows, n)]
+        rounding = Rounding.allowing(query_rows, lengths)
+        if trial.chunks_agree(rounding):
+            return rounding
+    return None
+
+
+class _Trial:
+    """Random queries, keys and values for one layer, attended to in different pieces."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.config, self.dtype, self.tokens = config, dtype, 2 * BLOCK + 100
+        generator = torch.Generator().manual_seed(0)
+
+        def heads(count: int) -> Tensor:
+            return torch.randn(self.tokens, count, config.head_dim, generator=generator).to(dtype)
+
+        self.q, self.k, self.v = heads(config.n_heads), heads(config.n_kv_heads), heads(config.n_kv_heads)
+
+    def attend(self, cache: KVCache, start: int, count: int) -> Tensor:
+        piece = slice(start, start + count)
+        return cache.attend(cache.plan([Segment(0, start, count)]), 0, self.q[piece], self.k[piece], self.v[piece])
+
+    def cache(self, rounding: Rounding, filled: int = 0) -> KVCache:
+        cache = KVCache(self.config, 1, self.tokens, dtype=self.dtype, rounding=rounding)
+        if filled:
+            self.attend(cache, 0, filled)
+        return cache
+
+    def length_agrees(self, query_rows: int, length: int) -> bool:
+        """Whether reading `length` keys gives the bits that reading BLOCK keys gives."""
+        exact = self.cache(Rounding.allowing(query_rows, [length]), length)
+        block = self.cache(Rounding.allowing(query_rows, []), length)
+        return all(
+            torch.equal(self.attend(exact, p, 1), self.attend(block, p, 1)) for p in {length - 1, length - _LENGTH_STEP}
+        )
+
+    def chunks_agree(self, rounding: Rounding) -> bool:
+        whole = self.cache(rounding)
+        expected = self.attend(whole, 0, self.tokens)
+        return all(torch.equal(self.attend(whole, i, n), expected[i : i + n]) for i, n in self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.tokens - 1, 37):
+            yield start, 1
+        for count in (2, 3, 5, 16, 64, 100, 256):
+            yield from ((start, min(count, self.tokens - start)) for start in range(0, self.tokens, 211))

@@ -146,7 +146,6 @@ def _send(answer: Answer[Chunk]) -> Response:
         framing.ndjson(told) if lines else framing.sse(told),
         content_type=f"{NDJSON if lines else SSE}; charset=utf-8",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        direct_passthrough=True,
     )
     response.call_on_close(events.close)
     return response
@@ -318,7 +317,6 @@ def bind(service: Service, *, host: str, port: int, threads: int) -> Any:
         connection_limit=4000,  # the default 100 lets half-open sockets lock everyone out
         asyncore_use_poll=True,
         channel_request_lookahead=8,  # keep reading during a request: that is how a client is seen to leave
-        send_bytes=1,  # every event at once
         max_request_body_size=MAX_BODY + 1,
         log_socket_errors=False,
         clear_untrusted_proxy_headers=True,

@@ -129,9 +129,11 @@ def rope_angles(config: ModelConfig, length: int, device: torch.device | str = "
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's stretch: long wavelengths are divided by `factor`, short ones kept, between them a linear blend."""
+    """See RopeScaling. Llama 3.1 divides long wavelengths by `factor`, keeps short ones and blends between them."""
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "factors":
+        return frequencies / torch.tensor(scaling.factors)
     turns = scaling.original_context_length * frequencies / (2 * math.pi)  # turns within the original context
     blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)

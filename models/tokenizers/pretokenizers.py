@@ -1,7 +1,7 @@
 """How byte-level BPE vocabularies cut text into words, by the names GGUF files use (`tokenizer.ggml.pre`).
 
-Names, groups and patterns follow llama.cpp's table (src/llama-vocab.cpp, MIT licence), which GGUF's names refer to; where
-llama.cpp rewrote a pattern for its own regex engine, the form that tokenizer.json files use stands here.
+Names, groups and patterns follow llama.cpp's table (src/llama-vocab.cpp, MIT licence), which GGUF's names refer
+to; where llama.cpp rewrote a pattern for its own regex engine, the form of tokenizer.json files stands here.
 """
 
 from __future__ import annotations

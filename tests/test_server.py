@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import shutil
 import signal
@@ -556,7 +555,7 @@ class Process:
 
     def __init__(self, behaviour: str, grace: float) -> None:
         command = [sys.executable, "-m", "tests.api.fakes", behaviour, str(grace)]
-        self.running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ})
+        self.running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
 
     def port(self) -> int:

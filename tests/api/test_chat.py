@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -279,8 +280,6 @@ def test_what_is_in_range_passes(service: FakeService, fields: Any) -> None:
 
 
 def test_seed_minus_one_is_random_whatever_the_server_says(service: FakeService) -> None:
-    import dataclasses
-
     service.defaults = dataclasses.replace(service.defaults, seed=3, temperature=0.25)
     assert chat.to_requests(request(seed=-1), service)[0].params.seed is None
     params = chat.to_requests(request(), service)[0].params

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.runner import Runner
-from engine.sampling import choose, logprobs
+from engine.sampling import choose, logprobs, usable
 from engine.scheduler import Scheduler, Step, Work
 from engine.sequence import Mailbox, Sequence
 from engine.types import SEED_LIMIT, EngineStats, FinishReason, Request
@@ -20,6 +20,8 @@ from errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from models.cache import Segment
 
 logger = logging.getLogger("torchchat.engine")
+
+RANDOM_SEED = -1  # as llama.cpp has it: the same as none
 
 
 class Engine:
@@ -40,6 +42,7 @@ class Engine:
         self.max_queue = max_queue
         self._wake = threading.Condition()
         self._incoming: list[Sequence] = []
+        self._unfinished = 0  # submitted and not yet left
         self._stopping = False
         self._died: BaseException | None = None
         self._finished: Counter[str] = Counter()
@@ -78,24 +81,24 @@ class Engine:
             self._check(request)
         mailbox = Mailbox(len(requests))
         mailbox.on_cancel = self._notify
-        seed = secrets.randbelow(SEED_LIMIT)
-        sequences = [self._sequence(r, seed, mailbox, i) for i, r in enumerate(requests)]
+        sequences = [self._sequence(r, mailbox, i) for i, r in enumerate(requests)]
         with self._wake:
             if not self.alive:
                 raise UnavailableError("The engine is not running.")
-            waiting = len(self._incoming) + len(self.scheduler.waiting)
-            free = sum(row.sequence is None for row in self.scheduler.rows)
-            if waiting + len(sequences) > free + self.max_queue:
+            if self._unfinished + len(sequences) > self.rows + self.max_queue:
+                waiting = max(0, self._unfinished - self.rows)
                 raise QueueFullError(f"All {self.rows} rows are busy and {waiting} requests wait; try again shortly.")
+            self._unfinished += len(sequences)
             self._incoming.extend(sequences)
             self._wake.notify()
         return mailbox
 
-    def _sequence(self, request: Request, seed: int, mailbox: Mailbox, index: int) -> Sequence:
+    def _sequence(self, request: Request, mailbox: Mailbox, index: int) -> Sequence:
         given = request.params.seed
+        seed = secrets.randbelow(SEED_LIMIT) if given is None or given == RANDOM_SEED else given
         room = self.context_length - len(request.prompt)
         limit = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
-        return Sequence(request, seed if given is None else given, limit, self.eos_ids, mailbox, index)
+        return Sequence(request, seed, limit, self.eos_ids, mailbox, index)
 
     def _check(self, request: Request) -> None:
         length = len(request.prompt)
@@ -106,24 +109,27 @@ class Engine:
                 f"The prompt has {length} tokens; this server's context is {self.context_length} tokens, of which at"
                 " least one is for the answer. Shorten the prompt or start the server with a larger --max-seq-length."
             )
-        bias = request.params.logit_bias
-        for name, ids in (("prompt", request.prompt), ("logit_bias", bias if bias is not None else ())):
+        params = request.params
+        for name, ids in (("prompt", request.prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
             if wrong is not None:
                 raise RequestError(f"{name}: token id {wrong} is not in 0..{self.vocab_size - 1}.", param=name)
+        if params.min_tokens and len(params.stop_ids | self.eos_ids) >= self.vocab_size:
+            raise RequestError("min_tokens: every token ends the text, so none may come first.", param="min_tokens")
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
-        return EngineStats(
-            running=sum(row.sequence is not None for row in scheduler.rows),
-            waiting=len(scheduler.waiting) + len(self._incoming),
-            rows=self.rows,
-            requests=dict(self._finished),
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generation_tokens=self._generated,
-            alive=self.alive,
-        )
+        with self._wake:
+            running = len(self.scheduler.running)
+            return EngineStats(
+                running=running,
+                waiting=self._unfinished - running,
+                rows=self.rows,
+                requests=dict(self._finished),
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                generation_tokens=self._generated,
+                alive=self.alive,
+            )
 
     # The engine thread, from here on.
 
@@ -158,35 +164,40 @@ class Engine:
             self._record(step, self.runner.forward(*_inputs(step)))
         except Exception as error:
             logger.exception("a step failed; its requests end with an error")
-            self._fail(error)
+            self._fail(_spoilt(step, self.scheduler.running), error)
 
     def _record(self, step: Step, logits: Tensor) -> None:
         """Store what was computed, then sample where a sequence is ready for its next token."""
-        ready, last, first = [], [], 0
+        can_use = usable(logits)
+        drawing: list[tuple[Sequence, int]] = []  # who needs a token, and which row of logits speaks about it
+        first = 0
         for work in step.work:
-            rows = logits[first : first + work.wanted]
-            first += work.wanted
-            if work.sequence.prefilling and work.sequence.request.prompt_logprobs is not None:
-                _score(work, rows)
+            sequence, rows = work.sequence, slice(first, first + work.wanted)
+            first = rows.stop
+            if not all(can_use[rows]):
+                self._fail([sequence], EngineError("The model's logits are not finite."))
+                continue
+            if sequence.prefilling and sequence.request.prompt_logprobs is not None:
+                _score(work, logits[rows])
             self.scheduler.computed(work)
-            if not work.sequence.prefilling:
-                ready.append(work.sequence)
-                last.append(first - 1)
-        for sequence in ready:
+            if sequence.prefilling:
+                continue
             if sequence.limit == 0:
                 sequence.finish("length")
-        drawing = [(s, i) for s, i in zip(ready, last, strict=True) if s.finished is None]
+                self._leave(sequence)
+            else:
+                drawing.append((sequence, first - 1))
         if drawing:
             _sample([s for s, _ in drawing], logits[[i for _, i in drawing]])
             self._generated += len(drawing)
-        for sequence in ready:
+        for sequence, _ in drawing:
             if sequence.finished is not None:
                 self._leave(sequence)
 
-    def _fail(self, error: Exception) -> None:
-        """A step raised: its sequences end, and so do those whose row it may have spoilt. The engine goes on."""
+    def _fail(self, sequences: List[Sequence], error: Exception) -> None:
+        """End running sequences with an error and forget what their rows hold. The engine goes on."""
         shown = error if isinstance(error, TorchchatError) else EngineError(f"The model failed: {error}")
-        for sequence in self.scheduler.running:
+        for sequence in sequences:
             assert sequence.row is not None
             self.runner.clear(sequence.row)
             self._leave(sequence, "error", error=shown)
@@ -194,12 +205,15 @@ class Engine:
     def _leave(
         self, sequence: Sequence, reason: FinishReason = "cancelled", *, error: TorchchatError | None = None
     ) -> None:
-        """The one place where a sequence ends: its terminal event is sent if it wasn't, its row is free."""
+        """The one place where a sequence ends: its row is free, then its terminal event is sent."""
         sequence.finish(reason, error=error)
-        self.scheduler.release(sequence, keep=error is None)
-        self._finished[str(sequence.finished)] += 1
-        self._prompt_tokens += sequence.prompt_length
-        self._cached_tokens += sequence.cached
+        with self._wake:
+            self.scheduler.release(sequence, keep=error is None)
+            self._unfinished -= 1
+            self._finished[str(sequence.finished)] += 1
+            self._prompt_tokens += sequence.prompt_length
+            self._cached_tokens += sequence.cached
+        sequence.close()
 
     def _abandon(self) -> None:
         """The thread ends: so does every stream."""
@@ -216,6 +230,12 @@ class Engine:
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()
+
+
+def _spoilt(step: Step, running: List[Sequence]) -> list[Sequence]:
+    """Whose rows a failed step may have left half written: those that it worked on and those that it copied to."""
+    worked, targets = {work.sequence for work in step.work}, {copy.target for copy in step.copies}
+    return [s for s in running if s in worked or s.row in targets]
 
 
 def _inputs(step: Step) -> tuple[list[Segment], list[int], list[int]]:

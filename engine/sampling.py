@@ -2,7 +2,8 @@
 
 Order: penalties and bias, temperature, top_k, top_p, min_p. A row's choice depends on that row alone: every filter is
 a threshold on the row's own probabilities (ties at the threshold stay in), and the one random number it uses is
-`uniform(seed, choice, position)`, which no other row shares.
+`uniform(seed, choice, position)`, which no other row shares. temperature 0, top_k 1, top_p 0 and min_p 1 take the
+likeliest token, the first of equals.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from engine.types import SamplingParams, TopLogprobs
-from errors import EngineError
 
 _MASK = (1 << 64) - 1
 _TOP = 256  # likeliest tokens looked at first for top_p; nearly always enough
@@ -28,6 +28,11 @@ def uniform(seed: int, choice: int, position: int) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return (state >> 32) / 2**32
+
+
+def usable(logits: Tensor) -> list[bool]:
+    """Whether each row of (B, V) can be sampled from: no NaN, no +inf, and something above -inf."""
+    return logits.amax(-1).isfinite().tolist()
 
 
 def adjusts(params: SamplingParams) -> bool:
@@ -59,7 +64,7 @@ def adjust(logits: Tensor, params: SamplingParams, prompt: Tensor, counts: Tenso
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """One token id per row of (B, V) adjusted logits; temperature 0 takes the likeliest."""
+    """One token id per row of (B, V) `usable` adjusted logits."""
     likeliest = logits.argmax(-1).tolist()
     drawing = [i for i, p in enumerate(params) if not _is_greedy(p)]
     if drawing:
@@ -89,8 +94,6 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
         threshold = torch.maximum(threshold, _nucleus(probabilities, top_k, column([p.top_p for p in params])))
     kept = probabilities.masked_fill(probabilities < threshold, 0)
     cumulative = kept.cumsum(-1, dtype=torch.float64)
-    if not bool(cumulative[:, -1].isfinite().all()):
-        raise EngineError("the model's logits are not finite")
     return torch.searchsorted(cumulative, column(uniforms) * cumulative[:, -1:], right=True).flatten().tolist()
 
 

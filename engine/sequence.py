@@ -65,6 +65,7 @@ class Sequence:
         self.cached = 0  # of these, how many were there already
         self.adjusts = adjusts(params)
         self.finished: FinishReason | None = None
+        self._last: TokenEvent | None = None  # the terminal event, from `finish` to `close`
         self._history: tuple[Tensor, Tensor] | None = None
         self._prompt_logprobs: list[tuple[float, TopLogprobs] | None] | None = (
             None if request.prompt_logprobs is None else [None]
@@ -130,12 +131,18 @@ class Sequence:
         logprob: float | None = None,
         top: TopLogprobs = (),
     ) -> None:
-        """Send the one terminal event; later calls do nothing."""
+        """Settle how it ends; later calls do nothing. `close` tells the reader."""
         if self.finished is not None:
             return
         self.finished = reason
         scored = self._take_prompt_logprobs()
-        self._send(TokenEvent(token_id, self.usage(), logprob, top, finish=reason, error=error, prompt_logprobs=scored))
+        self._last = TokenEvent(token_id, self.usage(), logprob, top, reason, error, prompt_logprobs=scored)
+
+    def close(self) -> None:
+        """Send the terminal event: once, and when the row is free, so that who reads it may count on the row."""
+        if self._last is not None:
+            self._send(self._last)
+            self._last = None
 
     def _take_prompt_logprobs(self) -> List[tuple[float, TopLogprobs] | None] | None:
         taken, self._prompt_logprobs = self._prompt_logprobs, None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from errors import SetupError
 from models.checkpoints import Checkpoint
-from models.quantize import Int8Embedding, Quantization, quantized_linear
+from models.quantize import Int8Embedding, Quantization, quantized_linear, require_groups
 from models.transformer import Transformer, rope_angles
 
 Progress = Callable[[int], object]  # told how many more tensors are done
@@ -34,6 +34,7 @@ def build_model(
     length = config.context_length if context_length is None else context_length
     with torch.device("meta"):
         model = Transformer(config, length)
+    require_groups(model, quantization)
     loader = _Loader(checkpoint, dtype, torch.device(device), quantization, progress)
     with torch.inference_mode():
         loader.fill(model)

@@ -1,4 +1,4 @@
-"""From options to a running Service, and the terminal's own use of it."""
+"""From options to a running Service."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Service:
         self.max_choices = 128
         self.defaults = flags.over(DEFAULT_SAMPLING)
         self.info: Mapping[str, str] = {"version": VERSION, "model": self.model_id}
-        self.load_seconds = 0.0
+        self.load_seconds = 0.0  # compiling included
+        self.compile_seconds = 0.0
 
     def load(self) -> None:
         """Read the checkpoint and start the engine. Raises TorchchatError; the state says how it ended."""
@@ -79,6 +80,7 @@ class Service:
         context = _context_length(checkpoint.config, options)
         model = _build(checkpoint, placed, context)
         runner = _runner(model, placed, context, options)
+        self._warm_up(runner)
         self.info = {
             "version": VERSION,
             "model": self.model_id,
@@ -95,6 +97,13 @@ class Service:
             eos_ids=self.tokenizer.stop_ids,
             max_queue=options.max_queue,
         ).start()
+
+    def _warm_up(self, runner: Runner) -> None:
+        """The first run, which is the one that compiles."""
+        started = time.perf_counter()
+        runner.warm_up()
+        if self.options.compile is not None:
+            self.compile_seconds = time.perf_counter() - started
 
     def drain(self) -> None:
         """Take no more requests; running ones go on."""
@@ -115,9 +124,10 @@ def load(options: LoadOptions, path: Path, flags: SamplingParams) -> Service:
     return service
 
 
-def start(options: LoadOptions, path: Path, flags: SamplingParams) -> Service:
+def start(options: LoadOptions, path: Path, flags: SamplingParams, *, strict_model: bool = False) -> Service:
     """A Service that loads on a thread of its own: `state` says when it is ready, `problem` why it failed."""
     service = Service(options, path, flags)
+    service.strict_model = strict_model
 
     def run() -> None:
         try:
@@ -175,9 +185,7 @@ def _runner(model: Transformer, placed: Placement, context: int, options: LoadOp
     rounding, multiple = _determinism(model, placed, options)
     rows = _rows(model.config, context, placed, options)
     cache = KVCache(model.config, rows, context, dtype=placed.dtype, device=placed.device, rounding=rounding)
-    runner = Runner(model, cache, row_multiple=multiple, compile=options.compile)
-    runner.warm_up()
-    return runner
+    return Runner(model, cache, row_multiple=multiple, compile=options.compile)
 
 
 def _determinism(model: Transformer, placed: Placement, options: LoadOptions) -> tuple[Rounding, int]:

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,11 @@ def option(name: str, *flags: str, **arguments: Any) -> Declaration:
     return name, click.option(name, *flags, **arguments)
 
 
-COUNT = click.IntRange(min=1)
+def number(name: str, flag: str, low: int = 1, high: int | None = None, **arguments: Any) -> Declaration:
+    """An option that takes a whole number between `low` and `high`."""
+    return option(name, flag, type=click.IntRange(low, high), metavar="N", **arguments)
+
+
 MODEL_OPTIONS: list[Declaration] = [
     ("model", click.argument("model")),
     option(
@@ -116,29 +121,15 @@ MODEL_OPTIONS: list[Declaration] = [
     ),
     option("quantize", "--quantize", metavar="TEXT|FILE", help="int8, int4, or torchchat's JSON (or a file of it)."),
     option("compile", "--compile", metavar="[=max]", type=click.Choice(["default", "max"]), help="Compile the model."),
+    number("max_seq_length", "--max-seq-length", help="Context: prompt and answer. [default: up to 4096]"),
+    number("max_batch", "--max-batch", help="Answers made at once. [default: 8, fewer if memory is short]"),
+    number("max_queue", "--max-queue", low=0, help="Requests that may wait for their turn."),
+    number("threads", "--threads", help="CPU threads. [default: physical cores]"),
     option(
-        "max_seq_length",
-        "--max-seq-length",
-        type=COUNT,
-        metavar="N",
-        help="Context: prompt and answer. [default: up to 4096]",
+        "deterministic",
+        "--deterministic/--no-deterministic",
+        help="Same answer in any company, to the bit. [default: where it costs next to nothing]",
     ),
-    option(
-        "max_batch",
-        "--max-batch",
-        type=COUNT,
-        metavar="N",
-        help="Answers made at once. [default: 8, fewer if memory is short]",
-    ),
-    option(
-        "max_queue",
-        "--max-queue",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Requests that may wait for their turn.",
-    ),
-    option("threads", "--threads", type=COUNT, metavar="N", help="CPU threads. [default: physical cores]"),
-    option("deterministic", "--deterministic/--no-deterministic", help="Same answer in any company, to the bit."),
     option("prefix_cache", "--prefix-cache/--no-prefix-cache", help="Reuse what earlier prompts computed."),
 ]
 
@@ -195,7 +186,7 @@ def read_biases(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
 
 def build_params(stop_ids: Sequence[int] = (), **values: Any) -> SamplingParams:
     """SamplingParams from the options' values; what was not given stays None."""
-    params = SamplingParams(stop_ids=frozenset(stop_ids) if stop_ids else None, **values)
+    params = SamplingParams(**values | ({"stop_ids": frozenset(stop_ids)} if stop_ids else {}))
     try:
         params.validate()
     except RequestError as error:
@@ -205,14 +196,7 @@ def build_params(stop_ids: Sequence[int] = (), **values: Any) -> SamplingParams:
 
 SERVER_OPTIONS = [
     option("host", "--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for the whole network."),
-    option(
-        "port",
-        "--port",
-        type=click.IntRange(0, 65535),
-        metavar="N",
-        default=5000,
-        help="Port to listen on; 0 for a free one.",
-    ),
+    number("port", "--port", low=0, high=65535, default=5000, help="Port to listen on; 0 for a free one."),
     option(
         "grace",
         "--grace",
@@ -285,7 +269,9 @@ def cli() -> None:
     "--prompt", "prompts", multiple=True, help="Text to answer or continue; - for standard input. Repeatable."
 )
 @click.option("--prompt-file", "files", multiple=True, type=FILE, help="The same from a file. Repeatable.")
-@click.option("--num-samples", type=COUNT, metavar="N", default=1, show_default=True, help="Answers per prompt.")
+@click.option(
+    "--num-samples", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Answers per prompt."
+)
 @click.option("--system", help="What the model is told before the prompt.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as it is, control tokens included.")
 @click.option("--stop", multiple=True, help="Text that ends the answer, itself left out. Repeatable.")
@@ -299,8 +285,11 @@ def generate_command(
     num_samples: int,
     **how: Any,
 ) -> None:
-    """Print MODEL's answer to a prompt, as it is made."""
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts] + [read_text(file) for file in files]
+    """Print MODEL's answer to a prompt, as it is made, and measurements on stderr.
+
+    A model without a chat template continues the prompt; only what it adds is printed.
+    """
+    texts = [read_text(None) if text == "-" else text for text in prompts] + [read_text(file) for file in files]
     if not texts:
         raise click.UsageError(
             "there is nothing to answer: give --prompt TEXT (- for standard input) or --prompt-file."
@@ -311,9 +300,10 @@ def generate_command(
         raise click.UsageError("--logprobs are printed with --json only.")
     options, path = prepare(options)
     import generate
+    import terminal
 
-    service = generate.load(options, path, SamplingParams())
-    generate.complete(service, texts, params, num_samples=num_samples, **how)
+    with closing(generate.load(options, path, SamplingParams())) as service:
+        terminal.complete(service, texts, params, num_samples=num_samples, **how)
 
 
 @cli.command("chat", cls=ModelCommand)
@@ -325,8 +315,10 @@ def chat_command(options: LoadOptions, params: SamplingParams, system: str | Non
     """Talk with MODEL in the terminal."""
     options, path = prepare(options)
     import generate
+    import terminal
 
-    generate.chat(generate.load(options, path, SamplingParams()), params, system=system, stop=stop)
+    with closing(generate.load(options, path, SamplingParams())) as service:
+        terminal.chat(service, params, system=system, stop=stop)
 
 
 @cli.command("server", cls=ModelCommand)
@@ -382,11 +374,13 @@ def remove_command(model: str) -> None:
     click.echo(f"removed {model}, {size_text(freed)} freed", err=True)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | None) -> str:
+    """A file's text, standard input's for None, without the newline that ends it, as a shell's $(...) has it."""
     try:
-        return path.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read as UTF-8 text: {error}") from error
+        raise UserError(f"{'standard input' if path is None else path} can't be read as UTF-8 text: {error}") from error
 
 
 def size_text(size: int | None) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"api", "benchmarks", "engine", "models"}
-OURS = PACKAGES | {"errors", "generate", "server", "torchchat"}
+OURS = PACKAGES | {"errors", "generate", "server", "terminal", "torchchat"}
 COMMANDS = ["generate", "chat", "server", "list", "download", "where", "remove"]
 HEAVY = {"torch", "flask", "waitress", "transformers", "numpy", "pydantic", "huggingface_hub", "jinja2", "tokenizers"}
 
@@ -24,12 +24,16 @@ ARROWS: dict[str, set[str]] = {
     "engine.types": {"errors"},
     "api": {"errors", "engine.types", "models.dialects", "models.tokenizers"},
     "generate": {"errors", "engine", "models"},
+    "terminal": {"errors", "engine", "models"},
     "server": {"errors", "api"},
-    "torchchat": {"errors", "engine.types", "models.registry", "generate", "server", "benchmarks"},
+    "torchchat": {"errors", "engine.types", "models.registry", "generate", "server", "terminal", "benchmarks"},
     "benchmarks": OURS,
 }
-# server and generate name each other's values in annotations only; so does server the types its Service is made of.
-FOR_TYPES: dict[str, set[str]] = {"server": {"engine.types", "generate", "models.dialects", "models.tokenizers"}}
+# What a room names in annotations only: the Service, and for server also the types it is made of.
+FOR_TYPES: dict[str, set[str]] = {
+    "server": {"engine.types", "generate", "models.dialects", "models.tokenizers"},
+    "terminal": {"generate"},
+}
 TOP_OF_TORCHCHAT = {"errors", "engine.types", "models", "models.registry"}
 LIBRARIES = {  # which rooms may know a library at all
     "flask": {"server"},

@@ -25,9 +25,18 @@ from models import registry
 ROOT = Path(__file__).parents[1]
 
 
+class Loaded(str):
+    """A Service that can only be closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 @dataclass
 class Recorder:
-    """Stands where generate.py and server.py are, and keeps what it was called with."""
+    """Stands where generate.py, terminal.py and server.py are, and keeps what it was called with."""
 
     options: LoadOptions | None = None
     path: Path | None = None
@@ -36,13 +45,14 @@ class Recorder:
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
     threads: str | None = None
+    loaded: Loaded = field(default_factory=lambda: Loaded("service"))
 
-    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams, **rest: bool) -> str:
+    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams, **rest: bool) -> Loaded:
         self.options, self.path, self.defaults, self.rest = options, path, defaults, rest
         self.threads = os.environ.get("OMP_NUM_THREADS")
         if self.error is not None:
             raise self.error
-        return "service"
+        return self.loaded
 
     start = load
 
@@ -64,6 +74,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         load=recorder.load, start=recorder.start, complete=recorder.complete, chat=recorder.chat, run=recorder.run
     )
     monkeypatch.setitem(sys.modules, "generate", stand_in)
+    monkeypatch.setitem(sys.modules, "terminal", stand_in)
     monkeypatch.setitem(sys.modules, "server", stand_in)
     return recorder
 
@@ -98,6 +109,7 @@ def test_generate_passes_its_defaults(recorder: Recorder, weights: str) -> None:
     how = {"num_samples": 1, "system": None, "raw": False, "stop": (), "as_json": False}
     params = SamplingParams(temperature=0.8, top_k=200)
     assert recorder.calls == [("complete", ("service", ["Once"], params), how)]
+    assert recorder.loaded.closed
 
 
 LOADING = {
@@ -182,10 +194,10 @@ def test_every_sampling_field_has_an_option(recorder: Recorder, weights: str) ->
 
 
 def test_generate_takes_prompts_from_everywhere(recorder: Recorder, weights: str, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("from a file\n", encoding="utf-8")
+    (tmp_path / "p.txt").write_text("from a file\n\n", encoding="utf-8")
     flags = ["--prompt", "-", "--prompt", "é", "--prompt-file", str(tmp_path / "p.txt"), "--num-samples", "2"]
     result = invoke(
-        "generate", weights, *flags, "--system", "Be brief.", "--stop", "\n", "--stop", "END", stdin="typed"
+        "generate", weights, *flags, "--system", "Be brief.", "--stop", "\n", "--stop", "END", stdin="typed\r\n"
     )
     assert result.exit_code == 0, result.output
     _, args, how = recorder.calls[0]
@@ -336,8 +348,8 @@ def test_help_takes_under_300_milliseconds(command: list[str]) -> None:
 
 def test_a_real_ctrl_c_is_quiet_too() -> None:
     """A whole process, interrupted while it waits for its prompt on standard input."""
-    interrupt = "sys.stdin.read = lambda: os.kill(os.getpid(), signal.SIGINT)"
-    code = f"import os, signal, sys, torchchat\n{interrupt}\ntorchchat.cli()"
+    interrupt = "sys.stdin = Mock(**{'buffer.read': lambda: os.kill(os.getpid(), signal.SIGINT)})"
+    code = f"import os, signal, sys, torchchat\nfrom unittest.mock import Mock\n{interrupt}\ntorchchat.cli()"
     command = [sys.executable, "-c", code, "generate", "smollm2", "--prompt", "-"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -17,7 +15,7 @@ from engine.engine import Engine
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.types import DEFAULT_SAMPLING, LoadOptions, SamplingParams
-from errors import SetupError, TorchchatError
+from errors import SetupError
 from models.build import build_model, free_memory, resolve_device, resolve_dtype
 from models.cache import KVCache, Rounding
 from models.checkpoints import Checkpoint, generation_defaults, open_checkpoint
@@ -32,41 +30,29 @@ VERSION = "0.1.0"
 ROWS = 8
 CONTEXT = 4096  # positions per row unless the model has fewer or --max-seq-length says otherwise
 
-State = Literal["loading", "ready", "draining", "dead"]
 logger = logging.getLogger("torchchat")
 
 
 class Service:
-    """A model being loaded, or loaded and running. `engine`, `tokenizer` and `dialect` exist once it is ready."""
+    """A model and what goes with it. `engine`, `tokenizer`, `dialect` and `info` exist once it is loaded."""
 
     engine: Engine
     tokenizer: Tokenizer
     dialect: Dialect
+    info: Mapping[str, str]  # for /metrics
 
     def __init__(self, options: LoadOptions, path: Path, flags: SamplingParams) -> None:
         self.options, self.path, self.flags = options, path, flags
         self.model_id = options.model
-        self.created = int(time.time())
-        self.state: State = "loading"
-        self.problem: str | None = None
-        self.strict_model = False
-        self.max_choices = 128
         self.defaults = flags.over(DEFAULT_SAMPLING)
-        self.info: Mapping[str, str] = {"version": VERSION, "model": self.model_id}
         self.load_seconds = 0.0  # compiling included
         self.compile_seconds = 0.0
 
     def load(self) -> None:
-        """Read the checkpoint and start the engine. Raises TorchchatError; the state says how it ended."""
+        """Read the checkpoint and start the engine. Raises TorchchatError."""
         started = time.perf_counter()
-        try:
-            self._load()
-        except BaseException as error:
-            self.problem = error.message if isinstance(error, TorchchatError) else f"{type(error).__name__}: {error}"
-            self.state = "dead"
-            raise
+        self._load()
         self.load_seconds = time.perf_counter() - started
-        self.state = "ready"
 
     def _load(self) -> None:
         options = self.options
@@ -105,14 +91,8 @@ class Service:
         if self.options.compile is not None:
             self.compile_seconds = time.perf_counter() - started
 
-    def drain(self) -> None:
-        """Take no more requests; running ones go on."""
-        if self.state == "ready":
-            self.state = "draining"
-
     def close(self) -> None:
         """Cancel what runs and end the engine."""
-        self.drain()
         if hasattr(self, "engine"):
             self.engine.stop()
 
@@ -121,23 +101,6 @@ def load(options: LoadOptions, path: Path, flags: SamplingParams) -> Service:
     """A Service that is ready. `flags`: sampling defaults from the command line."""
     service = Service(options, path, flags)
     service.load()
-    return service
-
-
-def start(options: LoadOptions, path: Path, flags: SamplingParams, *, strict_model: bool = False) -> Service:
-    """A Service that loads on a thread of its own: `state` says when it is ready, `problem` why it failed."""
-    service = Service(options, path, flags)
-    service.strict_model = strict_model
-
-    def run() -> None:
-        try:
-            service.load()
-        except TorchchatError:
-            pass  # service.problem says it
-        except Exception:
-            logger.exception("loading %s failed", path)
-
-    threading.Thread(target=run, name="loader", daemon=True).start()
     return service
 
 

@@ -27,6 +27,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Unsup
 from api import chat, completions, framing, models, validation
 from api.answer import Answer
 from api.errors import error_body
+from api.loading import Loaded, Loading
 from api.metrics import Metrics
 from api.service import Service, require_ready
 from api.timing import Timing
@@ -306,19 +307,45 @@ def _listener(host: str, port: int) -> socket.socket:
         raise SetupError(f"Can't listen on {host} port {port} (--host, --port): {error}.") from None
 
 
-def run(service: Service, *, host: str = "127.0.0.1", port: int = 5000, grace: float = 30.0, threads: int = 128) -> int:
+def serve(
+    model_id: str,
+    load: Callable[[], Loaded],
+    *,
+    host: str,
+    port: int,
+    grace: float,
+    threads: int,
+    strict_model: bool,
+) -> int:
+    """The server command once its options are read: `run`, with the log on stderr, for what `load` gives."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("torchchat").setLevel(logging.INFO)
+    service = Loading(model_id, load, strict_model=strict_model)
+    return run(service, host=host, port=port, grace=grace, threads=threads, on_open=service.start)
+
+
+def run(
+    service: Service,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 5000,
+    grace: float = 30.0,
+    threads: int = 128,
+    on_open: Callable[[], None] = lambda: None,
+) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Call it in the main thread.
 
-    The port opens at once; while `service` loads, requests get 503. The first signal lets running answers finish for
-    up to `grace` seconds, the second ends them at once. A failed load ends it with 1. Raises SetupError if the port
-    can't be had.
+    The port opens at once, and `on_open` is called; while `service` loads, requests get 503. The first signal lets
+    running answers finish for up to `grace` seconds, the second ends them at once. A failed load ends it with 1.
+    Raises SetupError if the port can't be had.
     """
     server = bind(service, host=host, port=port, threads=threads)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{server.effective_port}"
-    logger.info("Listening on %s while %s loads", url, service.model_id)
     with _signals() as received:
         try:
+            logger.info("Listening on %s while %s loads", url, service.model_id)
+            on_open()
             return _loop(server, service, received, url=url, grace=grace)
         finally:
             service.close()

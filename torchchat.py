@@ -329,12 +329,15 @@ def chat_command(options: LoadOptions, params: SamplingParams, system: str | Non
 def server_command(ctx: click.Context, options: LoadOptions, listen: ServerOptions, params: SamplingParams) -> None:
     """Serve MODEL over HTTP. Sampling options are for requests that don't choose their own."""
     options, path = prepare(options)
-    import generate
     import server
 
-    service = generate.start(options, path, params, strict_model=listen.strict_model)
+    def load() -> Any:
+        import generate  # brings torch in, which takes seconds: the port is open by then
+
+        return generate.load(options, path, params)
+
     threads = (DEFAULT_ROWS if options.max_batch is None else options.max_batch) + options.max_queue + SPARE_THREADS
-    ctx.exit(server.run(service, host=listen.host, port=listen.port, grace=listen.grace, threads=threads))
+    ctx.exit(server.serve(options.model, load, threads=threads, **dataclasses.asdict(listen)))
 
 
 @cli.command("list")

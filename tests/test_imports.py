@@ -38,7 +38,7 @@ TOP_OF_TORCHCHAT = {"errors", "engine.types", "models", "models.registry"}
 LIBRARIES = {  # which rooms may know a library at all
     "flask": {"server"},
     "waitress": {"server"},
-    "prometheus_client": {"server"},
+    "prometheus_client": {"api", "server"},
     "click": {"torchchat"},
     "torch": {"engine", "models", "generate", "benchmarks"},
 }

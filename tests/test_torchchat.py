@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,17 @@ class Recorder:
     options: LoadOptions | None = None
     path: Path | None = None
     defaults: SamplingParams | None = None
-    rest: dict[str, bool] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
     threads: str | None = None
     loaded: Loaded = field(default_factory=lambda: Loaded("service"))
 
-    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams, **rest: bool) -> Loaded:
-        self.options, self.path, self.defaults, self.rest = options, path, defaults, rest
+    def load(self, options: LoadOptions, path: Path, defaults: SamplingParams) -> Loaded:
+        self.options, self.path, self.defaults = options, path, defaults
         self.threads = os.environ.get("OMP_NUM_THREADS")
         if self.error is not None:
             raise self.error
         return self.loaded
-
-    start = load
 
     def complete(self, *args: Any, **how: Any) -> None:
         self.calls.append(("complete", args, how))
@@ -62,8 +59,8 @@ class Recorder:
     def chat(self, *args: Any, **how: Any) -> None:
         self.calls.append(("chat", args, how))
 
-    def run(self, *args: Any, **how: Any) -> int:
-        self.calls.append(("run", args, how))
+    def serve(self, model_id: str, load: Callable[[], Loaded], **how: Any) -> int:
+        self.calls.append(("serve", (model_id, load()), how))
         return 3
 
 
@@ -71,7 +68,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     stand_in: Any = types.SimpleNamespace(
-        load=recorder.load, start=recorder.start, complete=recorder.complete, chat=recorder.chat, run=recorder.run
+        load=recorder.load, complete=recorder.complete, chat=recorder.chat, serve=recorder.serve
     )
     monkeypatch.setitem(sys.modules, "generate", stand_in)
     monkeypatch.setitem(sys.modules, "terminal", stand_in)
@@ -211,14 +208,12 @@ def test_chat_and_server_options_arrive(recorder: Recorder, weights: str) -> Non
     assert invoke("chat", weights, "--system", "Be kind.", "--stop", "END").exit_code == 0
     assert recorder.calls[0][2] == {"system": "Be kind.", "stop": ("END",)}
     assert invoke("server", weights).exit_code == 3
-    listen = {"host": "127.0.0.1", "port": 5000, "grace": 30.0, "threads": 8 + 64 + torchchat.SPARE_THREADS}
-    assert recorder.calls[1] == ("run", ("service",), listen)
-    assert recorder.rest == {"strict_model": False}
+    listen = {"host": "127.0.0.1", "port": 5000, "grace": 30.0, "strict_model": False}
+    assert recorder.calls[1] == ("serve", ("tiny", "service"), listen | {"threads": 8 + 64 + torchchat.SPARE_THREADS})
     flags = ["--host", "0.0.0.0", "--port", "0", "--grace", "1.5", "--max-batch", "2", "--max-queue", "1"]
     invoke("server", weights, *flags, "--strict-model")
-    listen = {"host": "0.0.0.0", "port": 0, "grace": 1.5, "threads": 3 + torchchat.SPARE_THREADS}
-    assert recorder.calls[2][2] == listen
-    assert recorder.rest == {"strict_model": True}
+    listen = {"host": "0.0.0.0", "port": 0, "grace": 1.5, "strict_model": True}
+    assert recorder.calls[2][2] == listen | {"threads": 3 + torchchat.SPARE_THREADS}
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,7 @@ def chosen(row: Sequence[float], params: SamplingParams, number: float) -> tuple
     threshold, margin = kept_from([probabilities[i] for i in falling], params)
     kept = [i for i in range(len(row)) if probabilities[i] >= threshold]
     total = math.fsum(probabilities[i] for i in kept)
-    margin = min(
-        [margin, *(abs(probabilities[i] - threshold) for i in range(len(row)) if probabilities[i] != threshold)]
-    )
+    margin = min([margin, *(abs(p - threshold) for p in probabilities if p != threshold)])
     reached = 0.0
     token = None
     for i in kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import signal
 import socket
@@ -321,7 +322,11 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("torchchat").setLevel(logging.INFO)
     service = Loading(model_id, load, strict_model=strict_model)
-    return run(service, host=host, port=port, grace=grace, threads=threads, on_open=service.start)
+    code = run(service, host=host, port=port, grace=grace, threads=threads, on_open=service.start)
+    if service.is_loading():  # amid torch, where a thread can't be stopped, and aborts when Python ends around it
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def run(

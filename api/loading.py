@@ -57,10 +57,15 @@ class Loading:
         self._loaded: Loaded | None = None
         self._draining = self._closed = False  # asked for, perhaps before it is loaded
         self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
 
     def start(self) -> None:
         """Begin to load. Returns at once; `state` says when it is ready, or dead and `problem` why."""
-        threading.Thread(target=self._run, name="loader", daemon=True).start()
+        self._thread.start()
+
+    def is_loading(self) -> bool:
+        """Whether the thread still runs, though the server may have ended."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 import torch
 from torch import Tensor
 
-from models.cache import KVCache, Segment
+from models.cache import KVCache, Plan, Segment
+from models.quantize import is_quantized
 from models.transformer import Transformer
+
+logger = logging.getLogger("torchchat.runner")
+
+# (ids (N,), positions (N,), select (S,)) -> logits (S, V)
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Runner:
     """Runs the model over the cache. Called by the engine thread only.
 
     `row_multiple`: tokens are padded to a multiple of it, for kernels whose result for a row depends on their number.
+    `compile`: None for eager, "default", or "max" to let the compiler try several kernels for each product.
     """
 
     def __init__(
@@ -22,27 +34,32 @@ class Runner:
     ) -> None:
         self.model, self.cache, self.row_multiple = model, cache, row_multiple
         self.device = cache.k.device
-        self._forward = model.forward
+        self.plan: Plan  # this step's; set by forward before the model runs
+        self._forward: Forward = self._eager
+        self.compiled = False
+        if compile is not None:
+            self._compile(compile)
 
     @torch.inference_mode()
     def forward(self, segments: List[Segment], tokens: List[int], wanted: List[int]) -> Tensor:
         """Compute `tokens`, the segments' in order, and give the logits (S, V) of the indices `wanted` among them."""
-        plan = self.cache.plan(segments)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.cache.attend(plan, layer, q, k, v)
-
+        self.plan = self.cache.plan(segments)
         ids = torch.tensor(self._padded(tokens), device=self.device)
-        positions = plan.positions.new_zeros(len(ids))
-        positions[: len(tokens)] = plan.positions
-        select = self._padded(wanted)
-        chosen = None if select == list(range(len(ids))) else torch.tensor(select, device=self.device)
-        return self._forward(ids, positions, chosen, attend)[: len(wanted)]
+        positions = self.plan.positions.new_zeros(len(ids))
+        positions[: len(tokens)] = self.plan.positions
+        select = torch.tensor(self._padded(wanted), device=self.device)
+        return self._forward(ids, positions, select)[: len(wanted)]
 
     def _padded(self, items: List[int]) -> list[int]:
-        """At least one, and a multiple of row_multiple."""
-        count = -(-max(len(items), 1) // self.row_multiple) * self.row_multiple
+        """At least one, and a multiple of row_multiple. Compiled code has one form for two and more: at least two."""
+        count = -(-max(len(items), 2 if self.compiled else 1) // self.row_multiple) * self.row_multiple
         return [*items, *[0] * (count - len(items))]
+
+    def _eager(self, ids: Tensor, positions: Tensor, select: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.cache.attend(self.plan, layer, q, k, v)
+
+        return self.model(ids, positions, select, attend)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache.copy_prefix(source, target, length)
@@ -52,5 +69,59 @@ class Runner:
 
     def warm_up(self) -> None:
         """Run once, so that the first request doesn't pay for first times."""
-        self.forward([Segment(0, 0, 2)], [0, 0], [1])
-        self.forward([Segment(0, 2, 1)], [0], [0])
+        self.forward([Segment(0, 0, 5)], [0] * 5, [2, 3, 4])
+        self.forward([Segment(0, 5, 1)], [0], [0])
+
+    def _compile(self, mode: str) -> None:
+        """One graph for any number of tokens, attention a call out of it. Without a working compiler: eager, and said."""
+        import torch._inductor.config as inductor
+
+        number = next(_numbers)
+        _runners[number] = self
+        attend_op = _attend_op()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_op(q, k, v, layer, number)
+
+        def forward(ids: Tensor, positions: Tensor, select: Tensor) -> Tensor:
+            return self.model(ids, positions, select, attend)
+
+        options = {"max_autotune": True} if mode == "max" else {}
+        self._forward, self.compiled = torch.compile(forward, dynamic=True, fullgraph=True, options=options), True
+        # Frozen weights let float products be packed; quantized ones it would turn back into floats.
+        freezing = self.device.type == "cpu" and not is_quantized(self.model)
+        try:
+            with inductor.patch(freezing=freezing):
+                self.warm_up()
+        except Exception as error:
+            reason = _reason(error)
+            logger.warning("--compile: the compiler failed (%s); running without it", reason)
+            self._forward, self.compiled = self._eager, False
+
+
+# A compiled graph carries tensors and numbers only, so attention finds its runner by number.
+_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@functools.cache
+def _attend_op() -> Callable[[Tensor, Tensor, Tensor, int, int], Tensor]:
+    """KVCache.attend as an operator that the compiler leaves alone. It writes to the cache, which the graph never sees."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, runner: int) -> Tensor:
+        live = _runners[runner]
+        return live.cache.attend(live.plan, layer, q, k, v)
+
+    schema = "(Tensor q, Tensor k, Tensor v, int layer, int runner) -> Tensor"
+    op = torch.library.custom_op("torchchat::attend", attend, mutates_args=(), schema=schema)
+    op.register_fake(lambda q, k, v, layer, runner: torch.empty_like(q))
+    return op
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong at the bottom of a compiler's error, in one line."""
+    inner = getattr(error, "inner_exception", error.__cause__)
+    if inner is not None:
+        return _reason(inner)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -30,7 +30,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        # a buffer, so that the compiler sees a constant
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(weight, None), persistent=False)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -258,3 +259,8 @@ def quantized_linear(weight: Tensor, bias: Tensor | None, quantization: Quantiza
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any of the model's weights are stored quantized."""
+    return any(isinstance(module, (Int8Linear, Int4Linear, Int8Embedding)) for module in model.modules())

@@ -31,14 +31,15 @@ def _agrees(layer: nn.Module, multiple: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((48, int(layer.in_features)), generator=generator).to(dtype)  # type: ignore[arg-type]
     whole = layer(rows)
-    counts = sorted({-(-n // multiple) * multiple for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 33)})
-    return all(torch.equal(layer(rows[i : i + n]), whole[i : i + n]) for n in counts for i in (0, 48 - n))
+    counts = sorted({-(-n // multiple) * multiple for n in (1, 2, 3, 5, 7, 8, 16, 17, 33)})
+    return all(torch.equal(layer(rows[-n:]), whole[-n:]) for n in counts)
 
 
 def stable_attention(config: ModelConfig, dtype: torch.dtype) -> Rounding | None:
     """Sizes at which one query's attention equals its place in any chunk; None if there are none."""
-    trial = _Trial(replace(config, n_layers=1), dtype)
-    for query_rows in ROW_MULTIPLES:
+    group = config.n_heads // config.n_kv_heads  # kv heads are apart from each other: one tells all
+    trial = _Trial(replace(config, n_layers=1, n_heads=group, n_kv_heads=1), dtype)
+    for query_rows in ROW_MULTIPLES[1:]:  # fewer than four rows depend on where they lie in memory, too
         lengths = [n for n in range(_LENGTH_STEP, BLOCK, _LENGTH_STEP) if trial.length_agrees(query_rows, n)]
         rounding = Rounding.allowing(query_rows, lengths)
         if trial.chunks_agree(rounding):
@@ -50,7 +51,7 @@ class _Trial:
     """Random queries, keys and values for one layer, attended to in different pieces."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.config, self.dtype, self.tokens = config, dtype, 2 * BLOCK + 100
+        self.config, self.dtype, self.tokens = config, dtype, BLOCK + 150
         generator = torch.Generator().manual_seed(0)
 
         def heads(count: int) -> Tensor:
@@ -64,8 +65,8 @@ class _Trial:
 
     def cache(self, rounding: Rounding, filled: int = 0) -> KVCache:
         cache = KVCache(self.config, 1, self.tokens, dtype=self.dtype, rounding=rounding)
-        if filled:
-            self.attend(cache, 0, filled)
+        cache.k[0, 0, :, :filled] = self.k[:filled].transpose(0, 1)
+        cache.v[0, 0, :, :filled] = self.v[:filled].transpose(0, 1)
         return cache
 
     def length_agrees(self, query_rows: int, length: int) -> bool:

@@ -19,7 +19,7 @@ from tests import tiny
 
 
 def runner(folder: Path, quantize: str | None = None, **options: Any) -> Runner:
-    config = tiny.tiny_config()
+    config = tiny.tiny_config(n_layers=1)
     path = tiny.write_llama2c(folder / "model.bin", config, tiny.random_tensors(config))
     model = build_model(
         open_checkpoint(path), dtype=torch.float32, quantization=parse_quantization(quantize), context_length=128
@@ -44,8 +44,7 @@ def logits(made: Runner, pieces: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("mode", ["default", "max"])
+@pytest.mark.parametrize(("mode", "quantize"), [("default", None), ("max", None), ("default", "int8"), ("max", "int4")])
 def test_compiled_equals_eager(tmp_path: Path, mode: str, quantize: str | None) -> None:
     eager, compiled = runner(tmp_path, quantize), runner(tmp_path, quantize, compile=mode)
     assert compiled.compiled

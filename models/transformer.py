@@ -90,7 +90,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.context_length = context_length
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # given a weight, it draws no random numbers, which on the meta device means importing the compiler
+        table = torch.empty(config.vocab_size, config.dim)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=table, _freeze=True)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)

@@ -36,9 +36,7 @@ class Runner:
         self.device = cache.k.device
         self.plan: Plan  # this step's; set by forward before the model runs
         self._forward: Forward = self._eager
-        self.compiled = False
-        if compile is not None:
-            self._compile(compile)
+        self._mode, self.compiled = compile, False
 
     @torch.inference_mode()
     def forward(self, segments: List[Segment], tokens: List[int], wanted: List[int]) -> Tensor:
@@ -68,12 +66,19 @@ class Runner:
         self.cache.clear(row)
 
     def warm_up(self) -> None:
-        """Run once, so that the first request doesn't pay for first times."""
+        """Compile if asked to, and run once, so that the first request doesn't pay for first times."""
+        if self._mode is None:
+            self._try_out()
+        else:
+            self._compile(self._mode)
+
+    def _try_out(self) -> None:
+        # three different sizes: the compiler takes equal ones for the same number
         self.forward([Segment(0, 0, 5)], [0] * 5, [2, 3, 4])
         self.forward([Segment(0, 5, 1)], [0], [0])
 
     def _compile(self, mode: str) -> None:
-        """One graph for any number of tokens, attention a call out of it. Without a working compiler: eager, and said."""
+        """One graph for any number of tokens, attention a call out of it. No working compiler: eager, and said."""
         import torch._inductor.config as inductor
 
         number = next(_numbers)
@@ -92,8 +97,8 @@ class Runner:
         freezing = self.device.type == "cpu" and not is_quantized(self.model)
         try:
             with inductor.patch(freezing=freezing):
-                self.warm_up()
-        except Exception as error:
+                self._try_out()
+        except Exception as error:  # noqa: BLE001 - the compiler raises anything; the model runs without it
             reason = _reason(error)
             logger.warning("--compile: the compiler failed (%s); running without it", reason)
             self._forward, self.compiled = self._eager, False
@@ -106,7 +111,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def _attend_op() -> Callable[[Tensor, Tensor, Tensor, int, int], Tensor]:
-    """KVCache.attend as an operator that the compiler leaves alone. It writes to the cache, which the graph never sees."""
+    """KVCache.attend as an operator that the compiler leaves alone: it writes to the cache, unseen by the graph."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, runner: int) -> Tensor:
         live = _runners[runner]

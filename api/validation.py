@@ -126,10 +126,9 @@ def sampling(request: SamplingFields, service: Service, *, logprobs: int | None)
     for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
         check_ids(name, ids if ids is not None else (), service)
     params = given.over(service.defaults)
-    stop_ids = service.tokenizer.stop_ids | (params.stop_ids if params.stop_ids is not None else frozenset())
-    if request.stop_token_ids is not None:
-        stop_ids |= frozenset(request.stop_token_ids)
-    return dataclasses.replace(params, stop_ids=stop_ids, seed=None if params.seed == -1 else params.seed)
+    if request.stop_token_ids is not None:  # besides the model's own, which the engine knows
+        params = dataclasses.replace(params, stop_ids=params.stop_ids | frozenset(request.stop_token_ids))
+    return dataclasses.replace(params, seed=None if params.seed == -1 else params.seed)
 
 
 def check_ids(name: str, ids: Collection[int], service: Service) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from waitress import wasyncore
 
 import server
-from api.service import State
+from api.service import Service, State
 from engine.types import DEFAULT_SAMPLING, EngineStats, Request, TokenEvent, Usage
 from errors import ContextLengthError, EngineError, QueueFullError, TorchchatError
 
@@ -207,9 +207,9 @@ class FakeService:
 
 
 @contextmanager
-def serving(service: FakeService) -> Iterator[int]:
+def serving(service: Service, threads: int = 16) -> Iterator[int]:
     """waitress around `service`, as server.run has it, on a free port."""
-    running = server.bind(service, host="127.0.0.1", port=0, threads=16)
+    running = server.bind(service, host="127.0.0.1", port=0, threads=threads)
     stop = threading.Event()
 
     def loop() -> None:

@@ -15,7 +15,7 @@ from api.validation import decode
 from engine.types import Usage
 from errors import EngineError, RequestError, UnavailableError
 from models.dialects.decode import TextEvent, TokenLogprob
-from tests.api.fakes import END, FakeService
+from tests.api.fakes import FakeService
 
 HEAD = Head("chatcmpl-1", 5, "M", "fp_x")
 
@@ -170,7 +170,7 @@ def test_each_choice_is_one_request(service: FakeService) -> None:
     assert {r.params.seed for r in made} == {7}
     assert made[0].params.logprobs == 2
     assert made[0].params.temperature == 0
-    assert made[0].params.stop_ids == {END}
+    assert made[0].params.stop_ids == frozenset()  # the engine knows the model's own, which ignore_eos is about
     assert made[0].params.max_tokens is None
     assert made[0].prompt == service.tokenizer.encode("user:Hi\n", bos=True)
 

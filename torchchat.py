@@ -203,7 +203,7 @@ SERVER_OPTIONS = [
         type=click.FloatRange(min=0),
         metavar="X",
         default=30.0,
-        help="Seconds to finish answers on shutdown.",
+        help="Seconds to finish on shutdown.",
     ),
     option(
         "strict_model", "--strict-model", is_flag=True, default=False, help="Refuse requests that name another model."
@@ -285,9 +285,9 @@ def generate_command(
     num_samples: int,
     **how: Any,
 ) -> None:
-    """Print MODEL's answer to a prompt, as it is made, and measurements on stderr.
+    """Print MODEL's answer to a prompt, as it is made.
 
-    A model without a chat template continues the prompt; only what it adds is printed.
+    A model without a chat template continues the prompt; only what it adds is printed. Measurements go to stderr.
     """
     texts = [read_text(None) if text == "-" else text for text in prompts] + [read_text(file) for file in files]
     if not texts:
@@ -312,7 +312,7 @@ def generate_command(
 @click.option("--stop", multiple=True, help="Text that ends an answer, itself left out. Repeatable.")
 @sampling_options("stop_ids", **CHAT_SAMPLING)
 def chat_command(options: LoadOptions, params: SamplingParams, system: str | None, stop: tuple[str, ...]) -> None:
-    """Talk with MODEL in the terminal."""
+    """Talk with MODEL in the terminal. There, /help lists the commands and Ctrl-C stops an answer."""
     options, path = prepare(options)
     import generate
     import terminal
@@ -327,7 +327,8 @@ def chat_command(options: LoadOptions, params: SamplingParams, system: str | Non
 @sampling_options()
 @click.pass_context
 def server_command(ctx: click.Context, options: LoadOptions, listen: ServerOptions, params: SamplingParams) -> None:
-    """Serve MODEL over HTTP. Sampling options are for requests that don't choose their own."""
+    """Serve MODEL over HTTP. Sampling options are for requests that don't choose their own; by default the model's
+    generation_config.json decides, then OpenAI's defaults."""
     options, path = prepare(options)
     import server
 

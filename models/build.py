@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import SetupError
@@ -58,19 +59,26 @@ class _Loader:
         self.tied, self.progress = checkpoint.config.tied, progress
 
     def fill(self, model: Transformer) -> None:
-        for name, module in list(model.named_modules()):
+        """Largest first: what making a layer takes for a moment is then taken while little else is there."""
+        for name, module in sorted(model.named_modules(), key=lambda named: _size(named[1]), reverse=True):
+            if name == "output" and self.tied:
+                continue  # comes with the table
             if isinstance(module, nn.Linear):
-                source = "tok_embeddings" if name == "output" and self.tied else name
-                bias = self.read(f"{source}.bias") if module.bias is not None else None
-                _replace(model, name, quantized_linear(self.read(f"{source}.weight"), bias, self.quantization))
+                bias = self.read(f"{name}.bias") if module.bias is not None else None
+                _replace(model, name, quantized_linear(self.read(f"{name}.weight"), bias, self.quantization))
             elif isinstance(module, nn.Embedding):
-                table = self.read(f"{name}.weight")
-                if self.quantization.embedding:
-                    _replace(model, name, Int8Embedding(table, self.quantization.embedding_group))
-                else:
-                    module.weight = nn.Parameter(table, requires_grad=False)
+                self.fill_table(model, self.read(f"{name}.weight"))
             elif isinstance(getattr(module, "weight", None), nn.Parameter):  # norms
                 module.weight = nn.Parameter(self.read(f"{name}.weight"), requires_grad=False)
+
+    def fill_table(self, model: Transformer, table: Tensor) -> None:
+        """The embeddings and, from the same tensor, a tied output: one memory where neither changes its form."""
+        if self.tied:
+            _replace(model, "output", quantized_linear(table, None, self.quantization))
+        if self.quantization.embedding:
+            _replace(model, "tok_embeddings", Int8Embedding(table, self.quantization.embedding_group))
+        else:
+            model.tok_embeddings.weight = nn.Parameter(table, requires_grad=False)
 
     def read(self, name: str) -> Tensor:
         """One tensor of the model, fused from the checkpoint's where it must be, in our dtype, owning its memory."""
@@ -79,7 +87,8 @@ class _Loader:
         try:
             whole = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         except RuntimeError as error:
-            raise SetupError(f"{self.path}: no memory for {name} on {self.device}: {error}") from None
+            why = str(error).partition("\n")[0]
+            raise SetupError(f"{self.path}: no memory for {name} on {self.device}: {why}") from None
         first = 0
         for part in parts:
             whole[first : first + part.shape[0]] = part.read()
@@ -88,6 +97,10 @@ class _Loader:
             if self.progress is not None:
                 self.progress(1)
         return whole
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _sources(name: str) -> list[str]:
@@ -125,12 +138,21 @@ _DTYPES = {
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: float32 on the CPU, bfloat16 on accelerators."""
+    """auto: float32 on the CPU, bfloat16 on accelerators. Raises SetupError for what the device can't multiply."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in _DTYPES:
         raise SetupError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {name!r}.", param="dtype")
-    return _DTYPES[name]
+    dtype = _DTYPES[name]
+    if dtype != torch.float32:
+        try:
+            F.linear(*torch.ones(2, 1, 8, dtype=dtype, device=device))
+        except (RuntimeError, TypeError) as error:  # TypeError: what MPS says
+            why = str(error).partition("\n")[0]
+            raise SetupError(
+                f"--dtype {name}: not on this {device.type} ({why}); use float32.", param="dtype"
+            ) from None
+    return dtype
 
 
 def free_memory(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from errors import SetupError
 
 GROUPS = (32, 64, 128, 256)
-_SLICE = 2**20  # weights quantized at a time
+_SLICE = 2**18  # weights quantized at a time
 
 
 class PackedLinear(nn.Module):

@@ -198,12 +198,7 @@ SERVER_OPTIONS = [
     option("host", "--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for the whole network."),
     number("port", "--port", low=0, high=65535, default=5000, help="Port to listen on; 0 for a free one."),
     option(
-        "grace",
-        "--grace",
-        type=click.FloatRange(min=0),
-        metavar="X",
-        default=30.0,
-        help="Seconds to finish on shutdown.",
+        "grace", "--grace", type=click.FloatRange(0), metavar="X", default=30.0, help="Seconds to finish on shutdown."
     ),
     option(
         "strict_model", "--strict-model", is_flag=True, default=False, help="Refuse requests that name another model."

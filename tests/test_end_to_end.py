@@ -21,7 +21,8 @@ from tests.whole import MODEL, Served, serve, until
 
 END = speakers.END
 HI: list[Any] = [{"role": "user", "content": "Hi there"}]
-GOLDEN = "\x14\ufffdi\ufffd<7\ufffd<\ufffd\ufffd\ufffd\ufffd\ufffd/f\ufffdf\ufffdf\ufffdffff"  # random weights: bytes that are no UTF-8 too
+# Random weights give bytes that are no UTF-8 too.
+GOLDEN = "\x14\ufffdi\ufffd<7\ufffd<\ufffd\ufffd\ufffd\ufffd\ufffd/f\ufffdf\ufffdf\ufffdffff"
 LONG = "tell me a story about a dog. " * 30
 
 
@@ -69,7 +70,7 @@ def test_a_golden_text(served: Served) -> None:
     answer = served.ask("Once upon a time", temperature=0, max_tokens=24)
     assert answer["choices"][0]["message"]["content"] == GOLDEN
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["prompt_tokens"] == 17
+    assert answer["usage"]["prompt_tokens"] == 23
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Runner:
         def forward(ids: Tensor, positions: Tensor, select: Tensor) -> Tensor:
             return self.model(ids, positions, select, attend)
 
-        options = {"max_autotune": True} if mode == "max" else {}
+        options: dict[str, Any] = {"max_autotune": True} if mode == "max" else {}
         self._forward, self.compiled = torch.compile(forward, dynamic=True, fullgraph=True, options=options), True
         # Frozen weights let float products be packed; quantized ones it would turn back into floats.
         freezing = self.device.type == "cpu" and not is_quantized(self.model)

@@ -9,30 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.cache import BLOCK, KVCache, Rounding, Segment
 from models.config import ModelConfig
+from models.transformer import Transformer
 
 ROW_MULTIPLES = (1, 4, 8, 16)
 _LENGTH_STEP = 64
+_WORK = 2 * 10**9  # multiplications that trying one part may take
 
 
-def stable_rows(model: nn.Module, dtype: torch.dtype) -> int | None:
-    """Pad the number of tokens to a multiple of this and every linear treats a row alike; None: nothing helps."""
-    linears = [m for m in model.modules() if hasattr(m, "in_features")]
-    examples = {(type(m), m.in_features, m.out_features): m for m in linears}
-    return next((m for m in ROW_MULTIPLES if all(_agrees(layer, m, dtype) for layer in examples.values())), None)
+def stable_rows(model: Transformer, dtype: torch.dtype) -> int | None:
+    """Pad the number of tokens to a multiple of this and every product treats a row alike; None: nothing helps."""
+    linears: dict[Any, Any] = {(type(m), m.in_features, m.out_features): m for m in model.modules() if _is_linear(m)}
+    parts = [(m, width, width * height) for (_, width, height), m in linears.items()]
+    config, block = model.config, next(iter(model.layers))
+    parts.append((block.feed_forward, config.dim, 3 * config.dim * config.hidden_dim))
+    return next((m for m in ROW_MULTIPLES if all(_agrees(*part, m, dtype) for part in parts)), None)
 
 
-def _agrees(layer: nn.Module, multiple: int, dtype: torch.dtype) -> bool:
+def _is_linear(module: nn.Module) -> bool:
+    return hasattr(module, "in_features")
+
+
+def _agrees(part: nn.Module, width: int, products: int, multiple: int, dtype: torch.dtype) -> bool:
+    """Whether `part` gives the last n of many rows of `width` the same bits for every n tried."""
+    most = max(48, min(256, _WORK // products))  # as many as a step takes, but a large model's must not take long
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((48, int(layer.in_features)), generator=generator).to(dtype)  # type: ignore[arg-type]
-    whole = layer(rows)
+    rows = torch.randn((most, width), generator=generator).to(dtype)
+    whole = part(rows)
     counts = sorted({-(-n // multiple) * multiple for n in (1, 2, 3, 5, 7, 8, 16, 17, 33)})
-    return all(torch.equal(layer(rows[-n:]), whole[-n:]) for n in counts)
+    return all(torch.equal(part(rows[-n:]), whole[-n:]) for n in counts)
 
 
 def stable_attention(config: ModelConfig, dtype: torch.dtype) -> Rounding | None:

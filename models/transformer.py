@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling
@@ -66,7 +65,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return self.w2(silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -111,6 +110,12 @@ class Transformer(nn.Module):
         if select is not None:
             x = x[select]
         return self.output(self.norm(x)).float() / self.config.logits_scaling
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), written out: F.silu rounds otherwise at the ends of a thread's share, wherever these fall."""
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).type_as(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

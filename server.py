@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -30,13 +30,13 @@ from api.answer import Answer
 from api.errors import error_body
 from api.loading import Loaded, Loading
 from api.metrics import Metrics
+from api.record import Record, internal_error
 from api.service import Service, require_ready
 from api.timing import Timing
 from api.types import CompletionRequest, TextCompletionRequest, dump
 from errors import EngineError, NotFoundError, RequestError, SetupError, TorchchatError
 
 logger = logging.getLogger("torchchat.server")
-access = logging.getLogger("torchchat.access")
 
 MAX_BODY = 32 * 2**20  # bytes: a prompt of a million token ids fits
 JSON = "application/json"
@@ -132,7 +132,7 @@ def _send(answer: Answer[Chunk]) -> Response:
     """Submit, then stream the chunks or fold them. The stream is closed whatever happens, which frees the rows."""
     record: Record = g.record
     events = answer.start(_service())
-    record.timing = timing = Timing(answer.per_prompt, record.metrics.gap.observe)
+    record.timing = timing = Timing(answer.per_prompt, record.metrics.gap.observe, record.started)
     left = flask.request.environ.get("waitress.client_disconnected", lambda: False)
     chunks = answer.chunks(timing.watch(events, left))
     if not answer.stream:
@@ -152,42 +152,6 @@ def _send(answer: Answer[Chunk]) -> Response:
 
 
 # --- what happens to every request
-
-
-class Record:
-    """What one request did, for its log line and the histograms."""
-
-    def __init__(self, request_id: str, metrics: Metrics) -> None:
-        self.id = request_id
-        self.metrics = metrics
-        self.started = time.perf_counter()
-        self.timing: Timing | None = None  # of a generation
-        self.problem: str | None = None
-
-    def told(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The same chunks; what goes wrong among them is noted, and is one of our errors."""
-        try:
-            yield from chunks
-        except TorchchatError as error:
-            self.problem = error.message
-            raise
-        except Exception as error:
-            logger.exception("Request %s failed", self.id)
-            self.problem = repr(error)
-            raise _internal(self.id) from error
-
-    def close(self, route: str, status: int) -> None:
-        """Write the log line and the histograms."""
-        line = [f"id={self.id}", f"route={route}", f"status={status}"]
-        timing = self.timing
-        if timing is not None:
-            line.append(timing.describe())
-            if timing.first is not None:
-                self.metrics.first_token.observe(timing.first)
-            self.metrics.request.observe(time.perf_counter() - self.started)
-        if self.problem is not None:
-            line.append(f"problem={self.problem!r}")
-        access.info(" ".join(line))
 
 
 def _request_id() -> str:
@@ -236,11 +200,7 @@ def _told(problem: Exception) -> TorchchatError:
         error.status = problem.code
         return error
     logger.error("Request %s failed", g.record.id, exc_info=problem)
-    return _internal(g.record.id)
-
-
-def _internal(request_id: str) -> EngineError:
-    return EngineError(f"The server failed; its log says why, under {request_id}.")
+    return internal_error(g.record.id)
 
 
 # --- waitress

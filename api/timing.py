@@ -18,16 +18,14 @@ class ClientLeftError(TorchchatError):
 
 
 class Timing:
-    """The clock of one answer. `gap` is told the seconds between tokens of a choice; times are from the start."""
+    """The clock of one answer. `gap` is told the seconds between tokens of a choice; times are from `started`, the
+    moment by time.perf_counter() when the request came."""
 
-    def __init__(
-        self, per_prompt: int, gap: Callable[[float], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._clock = clock
+    def __init__(self, per_prompt: int, gap: Callable[[float], None], started: float) -> None:
         self._gap = gap
         self._tally = Tally(per_prompt)
         self._latest: dict[int, tuple[int, float]] = {}  # by choice: its tokens, when the last came
-        self._started = time.perf_counter()
+        self._started = started
         self.first: float | None = None  # seconds until the first token
         self.last: float | None = None
 

@@ -66,7 +66,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="n
 
 @pytest.fixture(scope="module")
 def large() -> tuple[ModelConfig, tiny.Tensors]:
-    """118 MiB in float32."""
+    """105 MiB in float32, whose largest tensors are 16 MiB."""
     config = tiny.tiny_config(dim=512, n_heads=8, head_dim=64, hidden_dim=2048, vocab_size=8192, n_layers=5)
     return config, tiny.random_tensors(config)
 

@@ -1,15 +1,15 @@
 """The one exception tree. Every layer may raise it; click and Flask each show it in one place.
 
-    TorchchatError                   500  server_error
-    +-- RequestError                 400  invalid_request_error      the request is wrong
-    |   +-- ContextLengthError       400  context_length_exceeded
-    |   +-- NotFoundError            404  model_not_found, unknown routes
-    +-- QueueFullError               429  rate_limit_exceeded        try again after retry_after seconds
-    +-- UnavailableError             503  loading, shutting down, or the engine is dead
-    +-- EngineError                  500  the model or the engine failed
-    +-- SetupError                   the command line, a file or the machine is wrong: one line for the terminal
-        +-- CheckpointError          a weights or tokenizer file can't be used
-        +-- DownloadError            a model can't be fetched
+TorchchatError                   500  server_error
++-- RequestError                 400  invalid_request_error      the request is wrong
+|   +-- ContextLengthError       400  context_length_exceeded
+|   +-- NotFoundError            404  model_not_found, unknown routes
++-- QueueFullError               429  rate_limit_exceeded        try again after retry_after seconds
++-- UnavailableError             503  loading, shutting down, or the engine is dead
++-- EngineError                  500  the model or the engine failed
++-- SetupError                   the command line, a file or the machine is wrong: one line for the terminal
+    +-- CheckpointError          a weights or tokenizer file can't be used
+    +-- DownloadError            a model can't be fetched
 """
 
 from __future__ import annotations

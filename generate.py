@@ -90,6 +90,9 @@ class Service:
         runner.warm_up()
         if self.options.compile is not None:
             self.compile_seconds = time.perf_counter() - started
+        # Sizes were chosen for eager code: see that what runs keeps the promise, where it was made outright.
+        if self.options.deterministic and not runner.is_stable():
+            raise SetupError("--deterministic: compiled code is not bitwise stable here; leave out --compile.")
 
     def close(self) -> None:
         """Cancel what runs and end the engine."""

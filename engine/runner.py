@@ -78,6 +78,14 @@ class Runner:
         self.forward([Segment(0, 0, 5)], [0] * 5, [2, 3, 4])
         self.forward([Segment(0, 5, 1)], [0], [0])
 
+    def is_stable(self) -> bool:
+        """Whether tokens come out with the same bits one by one, in pieces and all at once. Uses row 0."""
+        tokens, pieces = [1] * 40, (1, 2, 5, 32)
+        whole = self.forward([Segment(0, 0, 40)], tokens, list(range(40))).clone()
+        starts = [sum(pieces[:i]) for i in range(len(pieces))]
+        parts = [self.forward([Segment(0, s, n)], [1] * n, list(range(n))) for s, n in zip(starts, pieces, strict=True)]
+        return torch.equal(torch.cat(parts), whole)
+
     def _compile(self, mode: str) -> None:
         """One graph for any number of tokens, attention a call out of it. No working compiler: eager, and said."""
         import torch._inductor.config as inductor

@@ -56,7 +56,7 @@ class _Loader:
     ) -> None:
         self.tensors, self.path = checkpoint.tensors, checkpoint.path
         self.dtype, self.device, self.quantization = dtype, device, quantization
-        self.tied, self.progress = checkpoint.config.tied, progress
+        self.config, self.tied, self.progress = checkpoint.config, checkpoint.config.tied, progress
 
     def fill(self, model: Transformer) -> None:
         """Largest first: what making a layer takes for a moment is then taken while little else is there."""
@@ -82,21 +82,29 @@ class _Loader:
 
     def read(self, name: str) -> Tensor:
         """One tensor of the model, fused from the checkpoint's where it must be, in our dtype, owning its memory."""
-        parts = [self.tensors[part] for part in _sources(name)]
-        rows = sum(part.shape[0] for part in parts)
+        parts = {part: self.tensors[part] for part in _sources(name)}
+        first = next(iter(parts.values()))
+        rows = sum(part.shape[0] for part in parts.values())
         try:
-            whole = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+            whole = torch.empty((rows, *first.shape[1:]), dtype=self.dtype, device=self.device)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             raise SetupError(f"{self.path}: no memory for {name} on {self.device}: {why}") from None
-        first = 0
-        for part in parts:
-            whole[first : first + part.shape[0]] = part.read()
+        targets = whole.split([part.shape[0] for part in parts.values()])
+        for (part_name, part), target in zip(parts.items(), targets, strict=True):
+            self.copy(part_name, part.read(), target)
             part.release()
-            first += part.shape[0]
             if self.progress is not None:
                 self.progress(1)
         return whole
+
+    def copy(self, name: str, source: Tensor, target: Tensor) -> None:
+        """In the model's own order: q and k rows that pair up for rotation, side by side, come to lie half a head apart."""
+        if self.config.rope_layout == "interleaved" and name.split(".")[-2] in ("wq", "wk"):
+            pairs = source.unflatten(0, (-1, self.config.head_dim // 2, 2))
+            target.unflatten(0, (-1, 2, self.config.head_dim // 2)).copy_(pairs.transpose(1, 2))
+        else:
+            target.copy_(source)
 
 
 def _size(module: nn.Module) -> int:

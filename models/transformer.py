@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling
@@ -22,7 +23,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467), computed in float32."""
+    """Root-mean-square norm (arXiv 1910.07467)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -30,9 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.type_as(x) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -45,11 +44,10 @@ class Attention(nn.Module):
         width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.output_bias)
-        self.interleaved = config.rope_layout == "interleaved"
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (N, H+2K, E)
-        turned = rotate(heads[:, : self.heads + self.kv_heads], cos, sin, self.interleaved)
+        turned = rotate(heads[:, : self.heads + self.kv_heads], cos, sin)
         q, k = turned.split((self.heads, self.kv_heads), dim=1)
         v = heads[:, self.heads + self.kv_heads :]
         return self.wo(attend(self.layer, q, k, v).flatten(1))
@@ -98,13 +96,13 @@ class Transformer(nn.Module):
         # made again by build once the model leaves the meta device
         self.cos: Tensor
         self.sin: Tensor
-        self.register_buffer("cos", torch.empty(context_length, config.head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(context_length, config.head_dim // 2), persistent=False)
+        self.register_buffer("cos", torch.empty(context_length, config.head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(context_length, config.head_dim), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, select: Tensor | None, attend: Attend) -> Tensor:
         """Logits, float32, of the tokens whose indices are in `select` (all when None): (N,), (N,) -> (S, V)."""
         x = self.tok_embeddings(tokens) * self.config.embedding_multiplier  # (N, D)
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (N, 1, E/2)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (N, 1, E)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         if select is not None:
@@ -115,24 +113,25 @@ class Transformer(nn.Module):
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), written out: F.silu rounds otherwise at the ends of a thread's share, wherever these fall."""
     wide = x.float()
-    return (wide / (1 + torch.exp(-wide))).type_as(x)
+    return (wide / wide.neg().exp_().add_(1)).type_as(x)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of (N, heads, E) by angles given as (N, 1, E/2)."""
-    pair = -1 if interleaved else -2  # where the two halves of a pair lie once E is split
-    a, b = x.float().unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), pair).flatten(-2).type_as(x)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864) of (N, heads, E), dimension i paired with i + E/2."""
+    wide = x.float()
+    low, high = wide.chunk(2, -1)
+    return (wide * cos).add_(torch.cat((high, low), -1).mul_(sin)).type_as(x)
 
 
 def rope_angles(config: ModelConfig, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, (length, E/2) each, float32."""
+    """cos and sin of position x frequency for `rotate`, (length, E) each, float32; sin negative in its first half."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32)[: config.head_dim // 2] / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling is not None:
         frequencies = _scale(frequencies, config.rope_scaling)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return angles.cos().to(device), angles.sin().to(device)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -61,6 +61,15 @@ def test_compiled_is_bitwise_stable(tmp_path: Path) -> None:
     made = runner(tmp_path, compile="default")
     expected = logits(made, [40])
     assert all(torch.equal(logits(made, pieces), expected) for pieces in ([1] * 40, [3, 1, 16, 20], [39, 1]))
+    assert made.is_stable()
+
+
+def test_an_unstable_model_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner(tmp_path)
+    assert made.is_stable()
+    forward = made.model.forward
+    monkeypatch.setattr(made.model, "forward", lambda ids, *rest: forward(ids, *rest) + 1e-6 * len(ids))
+    assert not made.is_stable()
 
 
 def test_without_a_compiler_it_runs_eager_and_says_so(

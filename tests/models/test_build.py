@@ -155,9 +155,9 @@ def test_context_length_sets_the_angles(tmp_path: Path) -> None:
     config = tiny.tiny_config()
     checkpoint = open_checkpoint(tiny.write_hf(tmp_path, config, tiny.random_tensors(config)))
     model = build.build_model(checkpoint, dtype=torch.bfloat16, context_length=17)
-    assert model.cos.shape == model.sin.shape == (17, 8)
+    assert model.cos.shape == model.sin.shape == (17, 16)
     assert model.cos.dtype == torch.float32  # positions need more than bfloat16's 8 bits
-    assert build.build_model(checkpoint, dtype=torch.float32).cos.shape == (128, 8)
+    assert build.build_model(checkpoint, dtype=torch.float32).cos.shape == (128, 16)
 
 
 def test_packed_where_it_can_be() -> None:

@@ -99,7 +99,7 @@ class _Loader:
         return whole
 
     def copy(self, name: str, source: Tensor, target: Tensor) -> None:
-        """In the model's own order: q and k rows that pair up for rotation, side by side, come to lie half a head apart."""
+        """In the model's order: q and k rows that are rotated in pairs, there side by side, lie half a head apart."""
         if self.config.rope_layout == "interleaved" and name.split(".")[-2] in ("wq", "wk"):
             pairs = source.unflatten(0, (-1, self.config.head_dim // 2, 2))
             target.unflatten(0, (-1, 2, self.config.head_dim // 2)).copy_(pairs.transpose(1, 2))

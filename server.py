@@ -28,7 +28,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Unsup
 from api import chat, completions, framing, models, validation
 from api.answer import Answer
 from api.errors import error_body
-from api.loading import Loaded, Loading
+from api.loading import Loading
 from api.metrics import Metrics
 from api.record import Record, internal_error
 from api.service import Service, require_ready

@@ -6,36 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from api.service import State
+from api.service import Loaded, State
 from engine.types import EngineProtocol, SamplingParams
 from errors import TorchchatError
 from models.dialects import Dialect
 from models.tokenizers import Tokenizer
 
 logger = logging.getLogger("torchchat.server")
-
-
-class Loaded(Protocol):
-    """A model that runs: see api.service.Service, whose attributes of these names it fills."""
-
-    @property
-    def engine(self) -> EngineProtocol: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def dialect(self) -> Dialect: ...
-
-    @property
-    def defaults(self) -> SamplingParams: ...
-
-    @property
-    def info(self) -> Mapping[str, str]: ...
-
-    def close(self) -> None: ...
 
 
 class Loading:

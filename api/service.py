@@ -13,23 +13,8 @@ from models.tokenizers import Tokenizer
 State = Literal["loading", "ready", "draining", "dead"]
 
 
-class Service(Protocol):
-    """The loaded model, or the one being loaded. Only `state`, `problem`, `model_id`, `created` and `info` may be read
-    before it is ready."""
-
-    @property
-    def model_id(self) -> str: ...
-
-    @property
-    def created(self) -> int:
-        """When it was loaded, in seconds since 1970."""
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def problem(self) -> str | None:
-        """Why it is dead, in one line."""
+class Loaded(Protocol):
+    """A model that runs."""
 
     @property
     def engine(self) -> EngineProtocol: ...
@@ -48,6 +33,28 @@ class Service(Protocol):
     def info(self) -> Mapping[str, str]:
         """version, model, device, dtype, quantize."""
 
+    def close(self) -> None:
+        """Cancel what runs and end the engine."""
+
+
+class Service(Loaded, Protocol):
+    """A model that runs, or is being loaded. Only `state`, `problem`, `model_id`, `created` and `info` may be read
+    before it is ready."""
+
+    @property
+    def model_id(self) -> str: ...
+
+    @property
+    def created(self) -> int:
+        """When loading began, in seconds since 1970."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is dead, in one line."""
+
     @property
     def strict_model(self) -> bool:
         """Whether a request for another model is refused."""
@@ -58,9 +65,6 @@ class Service(Protocol):
 
     def drain(self) -> None:
         """Take no more requests; running ones go on. Returns at once."""
-
-    def close(self) -> None:
-        """Cancel what runs and end the engine."""
 
 
 def why_not(service: Service) -> str | None:

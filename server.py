@@ -31,7 +31,7 @@ from api.errors import error_body
 from api.loading import Loading
 from api.metrics import Metrics
 from api.record import Record, internal_error
-from api.service import Service, require_ready
+from api.service import Loaded, Service, require_ready
 from api.timing import Timing
 from api.types import CompletionRequest, TextCompletionRequest, dump
 from errors import EngineError, NotFoundError, RequestError, SetupError, TorchchatError

@@ -23,6 +23,7 @@ import waitress.task
 from flask import Flask, Response, g
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from waitress import wasyncore
+from waitress.utilities import InternalServerError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, UnsupportedMediaType
 
 from api import chat, completions, framing, models, validation
@@ -48,9 +49,16 @@ Chunk = TypeVar("Chunk")
 # --- the app
 
 
+class _Response(Response):
+    """What Flask answers by itself, to OPTIONS."""
+
+    default_mimetype = JSON  # it is empty, and would call itself HTML
+
+
 def create_app(service: Service) -> Flask:
     """The WSGI app. `service` may still be loading: its routes then answer 503."""
     app = Flask("torchchat", static_folder=None)
+    app.response_class = _Response
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False  # redirects are HTML
@@ -211,9 +219,10 @@ class _ErrorTask(waitress.task.ErrorTask):
 
     def execute(self) -> None:
         problem = self.request.error
-        error = (RequestError if problem.code < 500 else EngineError)(f"{problem.reason}: {problem.body}.")
+        ours = isinstance(problem, InternalServerError)  # a 501 too is the client's doing, and SDKs try 5xx again
+        error = (EngineError if ours else RequestError)(f"{problem.reason}: {problem.body.rstrip('.')}.")
         body = error_body(error)
-        self.status = f"{problem.code} {problem.reason}"
+        self.status = f"{problem.code if ours or problem.code < 500 else 400} {problem.reason}"
         self.response_headers += [("Content-Type", JSON), ("x-request-id", _new_id())]
         self.set_close_on_finish()
         self.content_length = len(body)

@@ -16,6 +16,8 @@ access = logging.getLogger("torchchat.access")
 
 Chunk = TypeVar("Chunk")
 
+MAX_PROBLEM = 300  # characters of a problem in the log: it may quote the client, who may have said a lot
+
 
 def internal_error(request_id: str) -> EngineError:
     """What a client learns of a fault of ours."""
@@ -54,5 +56,5 @@ class Record:
                 self.metrics.first_token.observe(timing.first)
             self.metrics.request.observe(time.perf_counter() - self.started)
         if self.problem is not None:
-            line.append(f"problem={self.problem!r}")
+            line.append(f"problem={self.problem[:MAX_PROBLEM]!r}")
         access.info(" ".join(line))

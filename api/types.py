@@ -83,6 +83,7 @@ class SamplingFields:
     logit_bias: dict[int, Float] | None = None
     seed: Int | None = None
     max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None  # wins over max_tokens
     min_tokens: Int | None = None
     ignore_eos: Bool | None = None
 
@@ -104,7 +105,6 @@ class CompletionRequest(SamplingFields):
     """POST /chat, /v1/chat, /v1/chat/completions."""
 
     messages: list[RequestMessage]
-    max_completion_tokens: Int | None = None
     logprobs: Bool | None = None
     top_logprobs: Int | None = None
     reasoning_effort: str | None = None

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from api.service import Service
-from api.types import CompletionRequest, SamplingFields, adapter
+from api.types import SamplingFields, adapter
 from engine.types import SamplingParams
 from errors import RequestError
 
@@ -26,7 +26,7 @@ def _unless(*harmless: Any) -> Callable[[Any], bool]:
 
 
 # Fields that other servers know and that would change the answer, with a test for the values that do. Those are
-# refused by name; everything else that CompletionRequest doesn't declare is ignored.
+# refused by name; everything else that a request doesn't declare is ignored.
 UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = {
     # tools and structured output
     "tools": _unless([]),
@@ -119,7 +119,7 @@ _SAME = {f.name for f in dataclasses.fields(SamplingParams)} & {f.name for f in 
 def sampling(request: SamplingFields, service: Service, *, logprobs: int | None) -> SamplingParams:
     """The request's sampling parameters over the server's defaults, complete and in range. Raises RequestError."""
     given = SamplingParams(**{name: getattr(request, name) for name in _SAME}, logprobs=logprobs)
-    if isinstance(request, CompletionRequest) and request.max_completion_tokens is not None:
+    if request.max_completion_tokens is not None:
         _at_least_one("max_completion_tokens", request.max_completion_tokens)
         given = dataclasses.replace(given, max_tokens=request.max_completion_tokens)
     given.validate()

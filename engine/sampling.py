@@ -90,7 +90,8 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
     probabilities = scaled.softmax(-1)
     threshold = column([p.min_p for p in params]).float() * probabilities.amax(-1, keepdim=True)
     if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        top_k = [p.top_k if p.top_k > 0 else logits.shape[1] for p in params]
+        vocabulary = logits.shape[1]
+        top_k = [min(p.top_k, vocabulary) if p.top_k > 0 else vocabulary for p in params]
         threshold = torch.maximum(threshold, _nucleus(probabilities, top_k, column([p.top_p for p in params])))
     kept = probabilities.masked_fill(probabilities < threshold, 0)
     cumulative = kept.cumsum(-1, dtype=torch.float64)
@@ -98,12 +99,12 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
 
 
 def _nucleus(probabilities: Tensor, top_k: Sequence[int], top_p: Tensor) -> Tensor:
-    """The smallest probability that top_k and then top_p keep, (B, 1).
+    """The smallest probability that top_k (at most the vocabulary) and then top_p keep, (B, 1).
 
     Sorting a vocabulary is dear, so the few likeliest are tried first, and all only if some row's nucleus is wider.
     """
     vocabulary = probabilities.shape[1]
-    limit = torch.tensor(top_k, device=probabilities.device).clamp(max=vocabulary)[:, None]
+    limit = torch.tensor(top_k, device=probabilities.device)[:, None]
     unfiltered = (limit == vocabulary) & (top_p >= 1)
     width = min(vocabulary, max([_TOP, *(k for k in top_k if k < vocabulary)]))
     while True:

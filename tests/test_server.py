@@ -237,6 +237,13 @@ def test_routes_that_are_not(client: FlaskClient, method: str, path: str, status
     assert ("Allow" in response.headers) == (status == 405)
 
 
+@pytest.mark.parametrize("path", ["/chat", "/v1/models", "/health"])
+def test_options_name_the_methods_and_are_no_html(client: FlaskClient, path: str) -> None:
+    response = client.options(path)
+    assert (response.status_code, response.data, response.content_type) == (200, b"", "application/json")
+    assert "OPTIONS" in response.headers["Allow"]
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"stream=true", b'{"messages": "\\ud83d"}', b"\xff\xfe"])
 def test_bad_json(client: FlaskClient, body: bytes) -> None:
     response = client.post("/v1/chat/completions", data=body)
@@ -324,11 +331,13 @@ def test_one_log_line_per_request(client: FlaskClient, caplog: pytest.LogCapture
     with client.post("/v1/chat", json={**CHAT, "stream": True}, headers={"x-request-id": "r1"}) as streamed:
         assert streamed.text
     client.get("/no%0Asuch").close()
-    first, second = [record.getMessage() for record in caplog.records if record.name == "torchchat.access"]
+    client.get(f"/v1/models/{'long' * 5000}").close()
+    first, second, third = [record.getMessage() for record in caplog.records if record.name == "torchchat.access"]
     assert re.fullmatch(
         r"id=r1 route=POST:/v1/chat status=200 prompt=9 cached=0 completion=18 ttft=\d\.\d{3}s tokens/s=[\d.]+", first
     )
     assert "route=GET:/no%0Asuch status=404" in second
+    assert "longlong" in third and len(third) < 500
 
 
 # --- the OpenAI SDK
@@ -516,6 +525,8 @@ def test_connections_are_kept_for_whole_answers(port: int) -> None:
     [
         (b"POST /chat HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
         (b"POST /chat HTTP/1.1\r\nHost: x\r\nContent-Length: one\r\n\r\n", b"400"),
+        (b"POST /chat HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", b"400"),
+        (b"POST /chat HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
         (b"nonsense\r\n\r\n", b"400"),
         ((b"GET / HTTP/1.1\r\nX: " + b"x" * 2**18)[: 2**18], b"431"),
     ],
@@ -526,7 +537,9 @@ def test_what_waitress_refuses_is_json_too(port: int, sent: bytes, status: bytes
         head, _, body = read_all(link).partition(b"\r\n\r\n")
     assert head.split(b" ")[1] == status
     assert b"x-request-id" in head.lower()
-    assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
 
 
 def test_many_idle_connections_lock_nobody_out(port: int) -> None:

@@ -68,6 +68,7 @@ def test_an_empty_prompt_without_bos_is_refused(service: FakeService) -> None:
         ({"logprobs": -1}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 9}, "best_of"),
@@ -86,6 +87,8 @@ def test_sixteen_tokens_unless_told_otherwise(service: FakeService) -> None:
     service.defaults = dataclasses.replace(service.defaults, max_tokens=40)
     assert completions.answer(request(), service).requests[0].params.max_tokens == 40
     assert completions.answer(request(max_tokens=3), service).requests[0].params.max_tokens == 3
+    both = request(max_tokens=3, max_completion_tokens=5)
+    assert completions.answer(both, service).requests[0].params.max_tokens == 5
 
 
 def test_choices_are_ordered_by_prompt_then_n(service: FakeService) -> None:

@@ -67,7 +67,7 @@ def resolve(model: str) -> Target:
     if known is not None:
         return Target(known.name, entry=known)
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():  # the path "" is the current folder
         return Target(path.resolve().name if path.is_dir() else path.stem, path=path)
     looks_local = model.startswith((".", "/", "~")) or (model.endswith(WEIGHT_SUFFIXES) and model.count("/") != 2)
     if looks_local:

@@ -38,6 +38,8 @@ def load(checkpoint: Checkpoint, override: Path | None) -> VocabularyTokenizer:
 
     embedded = override is None and "tokenizer.ggml.tokens" in checkpoint.metadata
     path = checkpoint.path if embedded else find_file(checkpoint.folder if override is None else override)
+    if path is None and override is not None:
+        raise CheckpointError(override, f"holds none of {', '.join(_NAMES + _PATTERNS)}")
     if path is None:
         raise CheckpointError(
             checkpoint.path,

@@ -224,6 +224,11 @@ def test_a_mistyped_name_suggests_the_nearest() -> None:
     assert "\n" not in caught.value.message
 
 
+def test_an_empty_name_is_not_the_current_folder() -> None:
+    with pytest.raises(SetupError, match="unknown model ''"):
+        registry.resolve("")
+
+
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert registry.model_folder() == tmp_path / "models"
     monkeypatch.delenv("TORCHCHAT_MODELDIR")

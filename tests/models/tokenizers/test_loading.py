@@ -79,6 +79,14 @@ def test_missing_override(load: Any, tmp_path: Path) -> None:
         load(override=tmp_path / "nowhere.model")
 
 
+def test_an_override_without_a_tokenizer_is_itself_named(load: Any, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match=r"empty: holds none of tokenizer\.json") as caught:
+        load(override=empty)
+    assert "give one with" not in caught.value.message
+
+
 def test_vocabulary_larger_than_the_model(checkpoint: Any, tmp_path: Path, ranks_bytes: bytes) -> None:
     (tmp_path / "tokenizer.model").write_bytes(ranks_bytes)
     assert load_tokenizer(checkpoint(vocab_size=524)).vocab_size == 524

@@ -8,6 +8,7 @@ Int4Linear     4-bit groups, scale and offset each
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import SetupError
+from models import kernels
 
 GROUPS = (32, 64, 128, 256)
 _SLICE = 2**18  # weights quantized at a time
@@ -63,6 +65,8 @@ class Int8Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return linear_int8(x, self.weight, self.scale, bias=self.bias)
         weight, scale = self.weight.to(x.dtype), self.scale
         if x.dtype == torch.float16:  # sums of products with -127..127 would pass its largest number, 65504
             weight, scale = weight / 128, scale * 128
@@ -94,11 +98,11 @@ class Int4Linear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """(out, in) float32."""
-        q = torch.stack((self.weight & 15, self.weight >> 4), -1).flatten(1)
-        groups = q.float().unflatten(1, (-1, self.group))
-        return (groups * self.scale + self.offset).flatten(1)
+        return kernels.unpack_int4(self.weight, self.scale, self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return linear_int4(x, self.weight, self.scale, self.offset, bias=self.bias)
         return F.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
@@ -120,6 +124,26 @@ class Int8Embedding(nn.Module):
         return (self.weight[tokens].float() * self.scale[tokens]).flatten(-2).to(self.dtype)
 
 
+class Kernel:
+    """A function of models.kernels; to the compiler, which can't look into it, an operator."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        names = inspect.signature(function).parameters
+        inputs = ", ".join(f"Tensor{'?' if name == 'bias' else ''} {name}" for name in names)
+        name = f"torchchat::{function.__name__}"
+        self.operator = torch.library.custom_op(name, function, mutates_args=(), schema=f"({inputs}) -> Tensor")
+        self.operator.register_fake(lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+
+    def __call__(self, x: Tensor, *weights: Tensor, bias: Tensor | None) -> Tensor:
+        """In float32 whatever x is, in x's dtype again."""
+        run = self.operator if torch.compiler.is_compiling() else self.function
+        return run(x.float().contiguous(), *weights, None if bias is None else bias.float()).to(x.dtype)
+
+
+linear_int8, linear_int4 = Kernel(kernels.linear_int8), Kernel(kernels.linear_int4)
+
+
 def _by_rows(weight: Tensor, quantize: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
     """What `quantize` makes of the float32 rows, some at a time: its temporaries would be several times the weight."""
     parts = [quantize(rows.float()) for rows in weight.split(max(1, _SLICE // weight.shape[1]))]
@@ -138,7 +162,7 @@ def _to_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     smallest = torch.finfo(torch.float16).smallest_normal / 1024  # that float16 can tell from zero
     scale, offset = ((high - low) / 15).clamp(min=smallest).half(), low.half()
     q = ((groups - offset) / scale).round().clamp(0, 15).to(torch.uint8).flatten(1)
-    return q[:, 0::2] | (q[:, 1::2] << 4), scale, offset
+    return kernels.pack_int4(q), scale, offset
 
 
 @dataclass(frozen=True, slots=True)

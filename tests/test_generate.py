@@ -55,8 +55,8 @@ def services(chat_model: Path, story_model: Path) -> Iterator[dict[str, Service]
 @pytest.fixture(autouse=True)
 def one_loaded_model(services: dict[str, Service], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in this process find their model loaded, and the environment is put back after them."""
-    for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES"):
-        monkeypatch.setenv(name, os.environ.get(name, "1" if name == "OMP_NUM_THREADS" else "close"))
+    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_PROC_BIND", "false"), ("OMP_PLACES", "cores")):
+        monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setattr(torchchat, "closing", contextlib.nullcontext)
     monkeypatch.setattr(generate, "load", lambda options, path, flags: services[path.name])
 

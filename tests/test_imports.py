@@ -39,7 +39,7 @@ LIBRARIES = {  # which rooms may know a library at all
     "flask": {"server"},
     "waitress": {"server"},
     "prometheus_client": {"api", "server"},
-    "click": {"torchchat"},
+    "click": {"torchchat", "benchmarks"},
     "torch": {"engine", "models", "generate", "benchmarks"},
 }
 

@@ -319,11 +319,13 @@ def chat_command(options: LoadOptions, params: SamplingParams, system: str | Non
 @cli.command("server", cls=ModelCommand)
 @model_options
 @server_options
-@sampling_options()
+@sampling_options("stop_ids")
 @click.pass_context
 def server_command(ctx: click.Context, options: LoadOptions, listen: ServerOptions, params: SamplingParams) -> None:
     """Serve MODEL over HTTP. Sampling options are for requests that don't choose their own; by default the model's
     generation_config.json decides, then OpenAI's defaults."""
+    if params.max_tokens == 0:
+        raise click.UsageError("--max-new-tokens must be at least 1 on a server: 0 would leave every answer empty.")
     options, path = prepare(options)
     import server
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
+import shutil
+import subprocess
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -75,19 +78,26 @@ class Runner:
 
     def _try_out(self) -> None:
         # three different sizes: the compiler takes equal ones for the same number
-        self.forward([Segment(0, 0, 5)], [0] * 5, [2, 3, 4])
-        self.forward([Segment(0, 5, 1)], [0], [0])
+        count = min(5, self.cache.length)
+        self.forward([Segment(0, 0, count)], [0] * count, list(range(count // 2, count)))
+        self.forward([Segment(0, count - 1, 1)], [0], [0])
 
     def is_stable(self) -> bool:
         """Whether tokens come out with the same bits one by one, in pieces and all at once. Uses row 0."""
-        tokens, pieces = [1] * 40, (1, 2, 5, 32)
-        whole = self.forward([Segment(0, 0, 40)], tokens, list(range(40))).clone()
-        starts = [sum(pieces[:i]) for i in range(len(pieces))]
-        parts = [self.forward([Segment(0, s, n)], [1] * n, list(range(n))) for s, n in zip(starts, pieces, strict=True)]
-        return torch.equal(torch.cat(parts), whole)
+        cuts = sorted({min(cut, self.cache.length) for cut in (0, 1, 3, 8, 40)})
+        whole = self._span(0, cuts[-1]).clone()
+        return torch.equal(torch.cat([self._span(*piece) for piece in itertools.pairwise(cuts)]), whole)
+
+    def _span(self, start: int, end: int) -> Tensor:
+        """Logits of all positions from `start` to `end` of row 0, whose tokens are all the same."""
+        count = end - start
+        return self.forward([Segment(0, start, count)], [1] * count, list(range(count)))
 
     def _compile(self, mode: str) -> None:
         """One graph for any number of tokens, attention a call out of it. No working compiler: eager, and said."""
+        if self.device.type == "cpu" and not _has_compiler():
+            logger.warning("--compile: there is no C++ compiler (CXX, or g++) that works; running without it")
+            return
         import torch._inductor.config as inductor
 
         number = next(_numbers)
@@ -130,6 +140,12 @@ def _attend_op() -> Callable[[Tensor, Tensor, Tensor, int, int], Tensor]:
     op = torch.library.custom_op("torchchat::attend", attend, mutates_args=(), schema=schema)
     op.register_fake(lambda q, k, v, layer, runner: torch.empty_like(q))
     return op
+
+
+def _has_compiler() -> bool:
+    """Whether the C++ compiler that torch would call answers at all: finding out by compiling takes a minute."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return compiler is not None and subprocess.run([compiler, "--version"], capture_output=True).returncode == 0
 
 
 def _reason(error: BaseException) -> str:

@@ -42,14 +42,16 @@ class SamplingParams:
         "Subtract once from the logit of every token already generated.", low=-2.0, high=2.0
     )
     frequency_penalty: float = _param("Subtract for each time a token was generated.", low=-2.0, high=2.0)
-    logit_bias: Mapping[int, float] = _param("Add to the logits of these token ids, -100..100.", low=-100.0, high=100.0)
+    logit_bias: Mapping[int, float] = _param(
+        "Add X to the logit of token ID, -100..100. Repeatable.", low=-100.0, high=100.0
+    )
     seed: int | None = _param("Same seed, same text; -1 for a random one.", low=-SEED_LIMIT, high=SEED_LIMIT - 1)
     max_tokens: int | None = _param(
         "Stop after this many tokens; absent: up to the context.", low=0, flag="--max-new-tokens"
     )
     min_tokens: int = _param("Do not stop before this many tokens.", low=0)
     ignore_eos: bool = _param("Go on after the end token.")
-    stop_ids: frozenset[int] = _param("Token ids that end the text besides the model's own.")
+    stop_ids: frozenset[int] = _param("A token id that ends the text besides the model's own. Repeatable.")
     logprobs: int | None = _param(
         "Log-probabilities: 0 for the chosen token, k for the k likeliest too.", low=0, high=20
     )

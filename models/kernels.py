@@ -1,7 +1,7 @@
 """Products with quantized weights on the CPU: kernels.c, compiled once by the machine's own compiler, or PyTorch.
 
-Both quantize each token to int8 first, by blocks of 32 inputs. Where there is no compiler, or TORCHCHAT_KERNELS=0 says so, the
-PyTorch form runs: the same numbers but for float rounding, more slowly.
+Both quantize each token to int8 first, by blocks of 32 inputs. Where there is no compiler, or TORCHCHAT_KERNELS=0 says
+so, the PyTorch form runs: the same numbers but for float rounding, more slowly.
 """
 
 from __future__ import annotations

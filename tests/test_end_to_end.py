@@ -445,6 +445,17 @@ def test_server_flags_then_generation_config_then_openai(model: Path, tmp_path: 
         assert reply.json()["error"]["code"] == "model_not_found"
 
 
+def test_stop_ids_as_a_flag(model: Path, served: Served) -> None:
+    """The server's and the request's own both end an answer."""
+    usual = served.ask(temperature=0, ignore_eos=True, max_tokens=6, logprobs=True)
+    texts = [entry["token"] for entry in usual["choices"][0]["logprobs"]["content"]]
+    ids = [served.service.tokenizer.encode(text)[0] for text in texts]
+    with serve(model, SamplingParams(temperature=0.0, stop_ids=frozenset({ids[0]}))) as running:
+        answer = running.ask(stop_token_ids=[ids[1]])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 1
+
+
 def test_temperature_0_as_a_flag(model: Path, served: Served) -> None:
     with serve(model, SamplingParams(temperature=0.0)) as running:
         texts = [running.ask(max_tokens=20, ignore_eos=True)["choices"][0]["message"]["content"] for _ in range(2)]

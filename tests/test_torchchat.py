@@ -229,6 +229,7 @@ def test_chat_and_server_options_arrive(recorder: Recorder, weights: str) -> Non
         (["chat", "W", "--seed", str(2**63)], "seed must be"),
         (["server", "W", "--compile=fast"], "--compile"),
         (["server", "W", "--port", "70000"], "--port"),
+        (["server", "W", "--max-new-tokens", "0"], "at least 1"),
         (["server", "W", "--tokenizer", "/no/such/file"], "does not exist"),
         (["server"], "MODEL"),
         (["sing"], "sing"),

@@ -18,16 +18,16 @@ from models.stable import stable_attention, stable_rows
 from tests import tiny
 
 
-def runner(folder: Path, quantize: str | None = None, **options: Any) -> Runner:
+def runner(folder: Path, quantize: str | None = None, context: int = 128, **options: Any) -> Runner:
     config = tiny.tiny_config(n_layers=1)
     path = tiny.write_llama2c(folder / "model.bin", config, tiny.random_tensors(config))
     model = build_model(
-        open_checkpoint(path), dtype=torch.float32, quantization=parse_quantization(quantize), context_length=128
+        open_checkpoint(path), dtype=torch.float32, quantization=parse_quantization(quantize), context_length=context
     )
     with torch.inference_mode():
         rounding, multiple = stable_attention(config, torch.float32), stable_rows(model, torch.float32)
     assert rounding is not None and multiple is not None
-    cache = KVCache(config, 3, 128, dtype=torch.float32, rounding=rounding)
+    cache = KVCache(config, 3, context, dtype=torch.float32, rounding=rounding)
     made = Runner(model, cache, row_multiple=multiple, **options)
     made.warm_up()
     return made
@@ -87,3 +87,19 @@ def test_without_a_compiler_it_runs_eager_and_says_so(
     assert not made.compiled
     assert "no C++ compiler was found" in caplog.text
     assert torch.equal(logits(made, [40]), logits(runner(tmp_path), [40]))
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 5, 6, 39, 41])
+def test_any_context_can_be_tried_out(tmp_path: Path, context: int) -> None:
+    assert runner(tmp_path, context=context).is_stable()
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/g++", "false"])
+def test_a_compiler_that_does_not_work_is_noticed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(torch, "compile", None)  # it is not even asked
+    with caplog.at_level(logging.WARNING):
+        assert not runner(tmp_path, compile="default").compiled
+    assert "no C++ compiler" in caplog.text

@@ -49,10 +49,12 @@ def test_compiled_equals_eager(tmp_path: Path, mode: str, quantize: str | None) 
     eager, compiled = runner(tmp_path, quantize), runner(tmp_path, quantize, compile=mode)
     assert compiled.compiled
     expected = logits(eager, [40])
-    torch.testing.assert_close(logits(compiled, [40]), expected, atol=2e-5, rtol=0)
+    # quantized layers round their inputs, and a last bit of these can tip the rounding
+    allowed = 2e-5 if quantize is None else 3e-2
+    torch.testing.assert_close(logits(compiled, [40]), expected, atol=allowed, rtol=0)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for pieces in ([1] * 40, [3, 1, 16, 20], [39, 1]):
-        torch.testing.assert_close(logits(compiled, pieces), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(logits(compiled, pieces), expected, atol=allowed, rtol=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before, "a step compiled again"
 
 

@@ -123,8 +123,8 @@ def chunks(
 ) -> Iterator[CompletionResponseChunk | None]:
     """The text events of `n` choices as the stream's chunks; None where there is nothing to send.
 
-    Each choice begins with its role chunk and ends with its finish chunk; the usage chunk, if asked for, is last.
-    Raises what made a choice fail.
+    Each choice begins with its role chunk, at once, so that the client has its headers while it waits for a row, and
+    ends with its finish chunk; the usage chunk, if asked for, is last. Raises what made a choice fail.
     """
     chunk = partial(
         CompletionResponseChunk,
@@ -135,17 +135,15 @@ def chunks(
         usage=None if include_usage else MISSING,
     )
     tally = Tally(per_prompt=n)
-    started: set[int] = set()
+    for index in range(n):
+        first = ChatLogprobs(content=[]) if logprobs else None
+        yield chunk(choices=[_choice(index, ChunkDelta(role="assistant", content=""), first)])
     for event in events:
         if event is None:
             yield None
             continue
         finish = finish_reason(event)
         tally.add(event)
-        if event.choice not in started:
-            started.add(event.choice)
-            first = ChatLogprobs(content=[]) if logprobs else None
-            yield chunk(choices=[_choice(event.choice, ChunkDelta(role="assistant", content=""), first)])
         if event.text or (logprobs and event.logprobs):
             entries = _chat_logprobs(event.logprobs) if logprobs else None
             yield chunk(choices=[_choice(event.choice, ChunkDelta(content=event.text), entries)])

@@ -621,6 +621,17 @@ def test_a_dead_engine_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "torchchat_engine_up 0.0" in running.get("/metrics").text
 
 
+def test_a_stream_begins_before_its_first_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers and the role come at once, whatever the engine is doing."""
+    with serve(model, max_batch=1, max_queue=1) as running:
+        gate = Gate(running, monkeypatch)
+        with running.send("/chat", chat(max_tokens=6), stream=True) as open_stream:
+            gate.reached(1)
+            assert open_stream.status_code == 200
+            assert b'"delta":{"role":"assistant","content":""}' in next(open_stream.iter_lines())
+            gate.open()
+
+
 def test_draining_lets_streams_finish(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(model, max_batch=2, max_queue=1) as running:
         gate = Gate(running, monkeypatch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +40,24 @@ def build_model(
         model = Transformer(config, length)
     require_groups(model, quantization)
     loader = _Loader(checkpoint, dtype, torch.device(device), quantization, progress)
-    with torch.inference_mode():
+    with torch.inference_mode(), _memory_given_back():
         loader.fill(model)
         model.cos, model.sin = rope_angles(config, length, device)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _memory_given_back() -> Iterator[None]:
+    """glibc keeps what is freed for later, by and by even matrices, which would add to the peak: not meanwhile."""
+    threshold, usual = -3, 32 * 2**20  # M_MMAP_THRESHOLD, and the largest that glibc would come to by itself
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(threshold, 2**20)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(threshold, usual)
 
 
 class _Loader:
